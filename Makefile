@@ -1,0 +1,73 @@
+# Everything a developer runs. Needs python3 (3.10 or newer) with pip and venv; the first run of a target installs what
+# that target needs into .venv, and changes of the sources need no new installation.
+#
+#   make test                       the full test suite
+#   make test ARGS="-k frames -x"   a part of it
+#   make test PYTHON=python3.13     on another interpreter (.venv is rebuilt when PYTHON differs from last time)
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+BUILT_FOR := $(PYTHON) in $(CURDIR)
+TYPED := $(wildcard src examples benchmarks tests/conftest.py tests/house.py tests/typing)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format type bench clean force
+
+help:
+	@echo "make demo    two processes: one prefills, the other pulls its KV cache and decodes"
+	@echo "make test    the full test suite"
+	@echo "make lint    ruff: rules and formatting"
+	@echo "make format  let ruff mend what it can"
+	@echo "make type    mypy, strict"
+	@echo "make bench   throughput and latency, beside plain sockets"
+	@echo "make clean   remove .venv and everything generated"
+
+demo: $(VENV)/.run
+	$(BIN)/python examples/prefill_decode.py $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+format: $(VENV)/.lint
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+type: $(VENV)/.lint
+	$(BIN)/python -m mypy $(ARGS) $(TYPED)
+
+bench: $(VENV)/.run
+	$(BIN)/python benchmarks/bench_pull.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# Three stages, so that `make demo` does not fetch test tools, nor `make test` the linters.
+$(VENV)/.run: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "kvpull needs Python 3.10 or newer; $(PYTHON) is %d.%d. Choose another: make PYTHON=python3.12 ..." % v[:2])'
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --editable .
+	@echo '$(BUILT_FOR)' > $(VENV)/.built-for
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(PIP_INSTALL) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.test
+	$(PIP_INSTALL) --editable '.[lint]'
+	@touch $@
+
+# Another interpreter, or a work tree that was copied together with its .venv (which still points at the old sources).
+ifneq ($(shell cat $(VENV)/.built-for 2>/dev/null),$(BUILT_FOR))
+$(VENV)/.run: force
+endif

@@ -1,0 +1,133 @@
+"""Kinds of option value: how each is checked, written as text and read back. Knows no option but the project's own.
+
+Every ``parse`` raises ValueError or TypeError; ``read`` turns that into LLM_PARAM_INVALID, as a failing ``init`` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.values._check import index, instance, integer, uint64
+
+T = TypeVar("T")
+INT32_MAX = 2**31 - 1
+_FLAGS = {"1": True, "true": True, "0": False, "false": False}
+
+
+def read(parse: Callable[[str, str], T], name: str, text: str) -> T:
+    """``parse(name, text)``, with LLMException(LLM_PARAM_INVALID) for text that it refuses."""
+    try:
+        return parse(name, text)
+    except (TypeError, ValueError) as error:
+        raise LLMException(str(error), status_code=LLMStatusCode.LLM_PARAM_INVALID) from error
+
+
+def string(name: str, value: object) -> str:
+    """*value*, which must be a str."""
+    return instance(name, value, str)
+
+
+def boolean(name: str, value: object) -> bool:
+    """*value*, which must be a bool."""
+    return instance(name, value, bool)
+
+
+def choice(name: str, value: object, *, allowed: tuple[str, ...]) -> str:
+    """*value*, which must be one of *allowed*."""
+    if string(name, value) not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    return str(value)
+
+
+def is_decimal(text: str) -> bool:
+    """Whether *text* is ASCII digits and nothing else: no sign, space or underscore."""
+    return text.isascii() and text.isdigit()
+
+
+def number(name: str, text: str, *, low: int = 0, high: int = INT32_MAX) -> int:
+    """The decimal number in *text*, in ``low..high``."""
+    if not is_decimal(text):
+        raise ValueError(f"{name} must be a decimal number, got {text!r}")
+    return integer(name, int(text), low=low, high=high)
+
+
+def flag(name: str, text: str) -> bool:
+    """1 or true, 0 or false."""
+    if text.lower() not in _FLAGS:
+        raise ValueError(f"{name} must be 1 or 0, got {text!r}")
+    return _FLAGS[text.lower()]
+
+
+def device_ids(name: str, text: str) -> tuple[int, ...]:
+    """Device ids joined by semicolons."""
+    return tuple(number(name, part) for part in text.split(";"))
+
+
+def pool_bytes(name: str, text: str) -> int:
+    """``memory_size`` of a pool's JSON. LLM-DataDist documentation: bytes, unsigned; ``10 <= page_shift < 31``."""
+    try:
+        pool = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} must be JSON: {error}") from error
+    if not isinstance(pool, dict) or "memory_size" not in pool:
+        raise ValueError(f"{name} must be a JSON object with memory_size, got {text!r}")
+    integer(f"{name}: page_shift", pool.get("page_shift", 16), low=10, high=30)
+    return uint64(f"{name}: memory_size", pool["memory_size"])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one of the project's own options is checked when assigned, written as text, and read from text."""
+
+    check: Callable[[str, object], Any]
+    render: Callable[[Any], str | None]
+    parse: Callable[[str, str], Any]
+
+
+def _numbers(*, low: int, high: int = INT32_MAX) -> Kind:
+    return Kind(partial(integer, low=low, high=high), str, partial(number, low=low, high=high))
+
+
+def _one_of(*allowed: str) -> Kind:
+    return Kind(partial(choice, allowed=allowed), str, partial(choice, allowed=allowed))
+
+
+OWN = {
+    "link_secret": Kind(string, lambda text: text or None, string),
+    "allow_insecure_network": Kind(boolean, lambda value: str(int(value)), flag),
+    "link_busy_policy": _one_of("queue", "raise"),
+    "queue_limit": _numbers(low=1),
+    "settle_timeout": _numbers(low=0),
+    "close_timeout": _numbers(low=0),
+    "heartbeat_interval": _numbers(low=1),
+    "heartbeat_timeout": _numbers(low=1),
+    "handshake_timeout": _numbers(low=1),
+    "lease_margin": _numbers(low=0),
+    "reconnect_grace": _numbers(low=0),
+    "inline_limit": _numbers(low=0, high=2**20),
+    "device_backend": _one_of("auto", "acl"),
+}
+"""The project's own options by the name of their LLMConfig property."""
+
+
+def own_key(name: str) -> str:
+    """The option key of an own property: ``kvpull.SettleTimeout`` for ``settle_timeout``."""
+    return "kvpull." + name.title().replace("_", "")
+
+
+def own_variable(name: str) -> str:
+    """The environment variable of an own property: ``KVPULL_SETTLE_TIMEOUT`` for ``settle_timeout``."""
+    return "KVPULL_" + name.upper()
+
+
+def device_id(name: str, value: object) -> int:
+    """A device id, int32. LLM-DataDist documentation: below 0 is LLM_PARAM_INVALID, above int32 ValueError."""
+    device = index(name, value)
+    if device < 0:
+        raise LLMException(f"{name} must not be negative, got {device}", status_code=LLMStatusCode.LLM_PARAM_INVALID)
+    return integer(name, device, low=0, high=INT32_MAX)

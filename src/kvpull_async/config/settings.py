@@ -1,0 +1,254 @@
+"""Settings: the options of ``init`` and the environment, read once, checked, and frozen.
+
+An option goes before the environment, and that before the default. Nothing here changes afterwards or knows LLMConfig.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvpull_async.config import kinds
+from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.values import LLMRole, int_to_ip, ip_to_int
+from kvpull_async.values._check import instance, require, type_error, uint64
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+ROLE = "llm.Role"
+LISTEN = "llm.listenIpInfo"
+DEVICES = "ge.exec.deviceId"
+SESSION_DEVICE = "ge.session_device_id"
+SYNC_TIMEOUT = "llm.SyncKvCacheWaitTime"
+DEVICE_POOL = "llm.MemPoolConfig"
+HOST_POOL = "llm.HostMemPoolConfig"
+CACHE_MANAGER = "llm.EnableCacheManager"
+REMOTE_ACCESS = "llm.EnableRemoteCacheAccessible"
+SWITCH_ROLE = "llm.EnableSwitchRole"
+RETRY_COUNT = "llm.LinkRetryCount"
+TOTAL_TIME = "llm.LinkTotalTime"
+COMM_RES = "llm.LocalCommRes"
+BACKEND = "llm.TransferBackend"
+MEM_UTILIZATION = "llm.MemoryUtilization"
+_GRAPH_MEMORY = "ge.flowGraphMemMaxSize"
+_FILE_VARIABLE = f"{kinds.own_variable('link_secret')}_FILE"
+_SAFEGUARDS = (
+    f"a shared secret (option {kinds.own_key('link_secret')}, environment {kinds.own_variable('link_secret')} or "
+    f"{_FILE_VARIABLE}); TLS (not in this version); or the explicit opt-out (option "
+    f"{kinds.own_key('allow_insecure_network')}, environment {kinds.own_variable('allow_insecure_network')}=1)"
+)
+
+_READ = frozenset(
+    {LISTEN, DEVICES, SESSION_DEVICE, SYNC_TIMEOUT, DEVICE_POOL, HOST_POOL, CACHE_MANAGER, REMOTE_ACCESS, SWITCH_ROLE}
+    | {RETRY_COUNT, TOTAL_TIME, COMM_RES, BACKEND}
+    | {kinds.own_key(name) for name in kinds.OWN}
+)
+_IGNORED = frozenset(
+    {ROLE, "llm.ListenIp", "llm.ListenPort", "llm.deployResPath", "llm.BufPoolCfg", "llm.RdmaTrafficClass"}
+    | {"llm.RdmaServiceLevel", "llm.GlobalResourceConfig", "llm.ClusterInfo", "llm.OutputMaxSize"}
+    | {MEM_UTILIZATION, _GRAPH_MEMORY}
+)
+_BY_LOWER_CASE = {name.lower(): name for name in _READ | _IGNORED}
+_BACKENDS = ("hixl", "auto", "inproc", "tcp")
+_LATER_BACKENDS = ("shm", "nixl", "mooncake")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an engine runs on. Times are milliseconds, sizes bytes.
+
+    ``transfer_backend`` "hixl" asks for the original's preconditions and means "auto" otherwise. ``device_ids`` are
+    labels. ``ignored_options`` are accepted names without a meaning here; ``unknown_options`` are unknown ``ge.*`` and
+    ``llm.*`` names, each with the nearest known one or None.
+    """
+
+    role: LLMRole
+    cluster_id: int
+    cache_manager_mode: bool = False
+    remote_cache_access: bool = False
+    listen: tuple[str, int] | None = None
+    device_ids: tuple[int, ...] = (0,)
+    sync_kv_timeout_ms: int = 1000
+    device_pool_bytes: int | None = None
+    host_pool_bytes: int | None = None
+    enable_switch_role: bool = False
+    link_retry_count: int = 1
+    link_total_time_ms: int = 0
+    transfer_backend: str = "auto"
+    link_secret: bytes | None = field(default=None, repr=False)
+    allow_insecure_network: bool = False
+    link_busy_policy: str = "queue"
+    queue_limit: int = 1024
+    settle_timeout_ms: int = 1000
+    close_timeout_ms: int = 5000
+    heartbeat_interval_ms: int = 1000
+    heartbeat_timeout_ms: int = 5000
+    handshake_timeout_ms: int = 3000
+    lease_margin_ms: int = 1000
+    reconnect_grace_ms: int = 500
+    inline_limit: int = 65536
+    max_links: int = 512
+    device_backend: str = "auto"
+    ignored_options: tuple[str, ...] = ()
+    unknown_options: tuple[tuple[str, str | None], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_exposure(self)
+        require(
+            self.heartbeat_timeout_ms > self.heartbeat_interval_ms,
+            f"heartbeat_timeout ({self.heartbeat_timeout_ms} ms) must exceed heartbeat_interval "
+            f"({self.heartbeat_interval_ms} ms)",
+        )
+
+    @classmethod
+    def from_options(
+        cls, role: LLMRole, cluster_id: int, options: Mapping[str, str], *, environ: Mapping[str, str]
+    ) -> Settings:
+        """Read *options* (str to str) and the ``KVPULL_*`` names of *environ*; neither is changed or kept.
+
+        Errors: TypeError for a wrong type; ValueError for a listen port that is none; LLM_FEATURE_NOT_ENABLED for a
+        transfer or device backend that this version lacks; LLM_PARAM_INVALID for all else, such as an unknown name
+        that starts with neither ``ge.`` nor ``llm.``, or a listen address off this machine without a safeguard.
+        """
+        instance("role", role, LLMRole)
+        given = _with_defaults(_strings(options))
+        ignored, unknown = _sort_names(given)
+        return cls(
+            role=role,
+            cluster_id=uint64("cluster_id", cluster_id),
+            ignored_options=ignored,
+            unknown_options=unknown,
+            **_standard(given),
+            **_own(given, environ),
+        )
+
+    def with_listen(self, text: str | None) -> Settings:
+        """These settings listening on *text* (``ip:port``), or not at all; errors as for ``from_options``."""
+        return replace(self, listen=None if text is None else parse_listen(text))
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """``ip:port`` as (dotted address, port); port 0 is any free one.
+
+    LLM-DataDist documentation: LLM_PARAM_INVALID unless there is exactly one colon (so no IPv6), ValueError for a port
+    that is no number. Ours: ValueError above 65535 too, LLM_PARAM_INVALID for a host that is no IPv4 address.
+    """
+    require(text.count(":") == 1, f"{LISTEN} must be ip:port, got {text!r}")
+    host, port = text.split(":")
+    try:
+        address = int_to_ip(ip_to_int(host))
+    except RuntimeError as error:
+        raise LLMException(f"{LISTEN}: {error}", status_code=LLMStatusCode.LLM_PARAM_INVALID) from error
+    return address, kinds.number(f"{LISTEN}: port", port, high=65535)
+
+
+def _check_exposure(settings: Settings) -> None:
+    host = settings.listen[0] if settings.listen else "127.0.0.1"
+    safe = host.startswith("127.") or bool(settings.link_secret) or settings.allow_insecure_network
+    require(safe, f"listening on {host}, beyond this machine, needs one of: {_SAFEGUARDS}")
+
+
+def _strings(options: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(options, Mapping):
+        raise type_error("options", options, "a dict of str to str")
+    for name, text in options.items():
+        instance("each option's name", name, str)
+        instance(f"option {name}", text, str)
+    return dict(options)
+
+
+def _with_defaults(given: dict[str, str]) -> dict[str, str]:
+    """Add what the presence of one option implies for others, and test what it requires of them.
+
+    LLM-DataDist documentation: a local comm resource, even empty, switches on the cache manager and remote access; the
+    hixl backend needs both and a listen address.
+    """
+    if COMM_RES in given:
+        given = {CACHE_MANAGER: "1", REMOTE_ACCESS: "1", **given}
+        require(given[CACHE_MANAGER] != "0", f"{COMM_RES} needs {CACHE_MANAGER} to be 1")
+    if given.get(BACKEND) == "hixl":
+        given = {REMOTE_ACCESS: "1", **given}
+        for name in (CACHE_MANAGER, REMOTE_ACCESS):
+            require(given.get(name) == "1", f"{BACKEND} hixl needs {name} to be 1")
+        require(LISTEN in given, f"{BACKEND} hixl needs {LISTEN}")
+    return given
+
+
+def _sort_names(given: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[tuple[str, str | None], ...]]:
+    """The names without a meaning here, and the unknown ones with the nearest known name."""
+    # LLMConfig always writes this one, so its default says nothing about what the caller wanted.
+    ignored = [name for name in given if name in _IGNORED and (name, given[name]) != (MEM_UTILIZATION, "0.95")]
+    unknown = [(name, _nearest(name)) for name in given if name not in _READ | _IGNORED]
+    for name, near in unknown:
+        hint = f"; did you mean {near}?" if near else ""
+        require(name.startswith(("ge.", "llm.")), f"there is no option {name}{hint}")
+    return tuple(ignored), tuple(unknown)
+
+
+def _nearest(name: str) -> str | None:
+    close = difflib.get_close_matches(name.lower(), _BY_LOWER_CASE, n=1)
+    return _BY_LOWER_CASE[close[0]] if close else None
+
+
+def _standard(given: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that the original's options set."""
+
+    def get(name: str, parse: Callable[[str, str], T], default: D) -> T | D:
+        return kinds.read(parse, name, given[name]) if name in given else default
+
+    get(_GRAPH_MEMORY, kinds.number, 0)
+    return {
+        "cache_manager_mode": given.get(CACHE_MANAGER) == "1",
+        "remote_cache_access": given.get(REMOTE_ACCESS) == "1",
+        "listen": parse_listen(given[LISTEN]) if LISTEN in given else None,
+        "device_ids": get(DEVICES, kinds.device_ids, None) or get(SESSION_DEVICE, kinds.device_ids, (0,)),
+        "sync_kv_timeout_ms": get(SYNC_TIMEOUT, partial(kinds.number, low=1), 1000),
+        "device_pool_bytes": get(DEVICE_POOL, kinds.pool_bytes, None),
+        "host_pool_bytes": get(HOST_POOL, kinds.pool_bytes, None),
+        "enable_switch_role": given.get(SWITCH_ROLE) == "1",
+        "link_retry_count": get(RETRY_COUNT, partial(kinds.number, low=1, high=100), 1),
+        "link_total_time_ms": get(TOTAL_TIME, partial(kinds.number, high=2**32 - 1), 0),
+        "transfer_backend": get(BACKEND, _backend, "auto"),
+    }
+
+
+def _backend(name: str, text: str) -> str:
+    later = text in _LATER_BACKENDS
+    require(not later, f"{name} {text} is not in this version", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+    return kinds.choice(name, text, allowed=_BACKENDS)
+
+
+def _own(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that the project's own options or variables set; an empty text sets nothing."""
+    values: dict[str, Any] = {}
+    for name, kind in kinds.OWN.items():
+        for source, key in ((given, kinds.own_key(name)), (environ, kinds.own_variable(name))):
+            if source.get(key):
+                values[own_field(name)] = kinds.read(kind.parse, key, source[key])
+                break
+    secret = values["link_secret"].encode() if "link_secret" in values else _secret_from_file(environ)
+    here = values.get("device_backend") != "acl"
+    require(here, "device_backend acl is not in this version", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+    return {**values, "link_secret": secret}
+
+
+def own_field(name: str) -> str:
+    """The Settings field of an own property: the same name, with the unit where there is one."""
+    return name if name in {item.name for item in fields(Settings)} else f"{name}_ms"
+
+
+def _secret_from_file(environ: Mapping[str, str]) -> bytes | None:
+    path = environ.get(_FILE_VARIABLE)
+    if not path:
+        return None
+    try:
+        secret = Path(path).read_bytes().rstrip(b"\r\n")
+    except OSError as error:
+        raise LLMException(f"{_FILE_VARIABLE}: {error}", status_code=LLMStatusCode.LLM_PARAM_INVALID) from error
+    require(bool(secret), f"{_FILE_VARIABLE}: {path} is empty")
+    return secret

@@ -1,0 +1,53 @@
+"""The project's own options: one name as property, option key, environment variable and Settings field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpull_async.config import LLMConfig, Settings
+from kvpull_async.config.kinds import OWN, own_key, own_variable
+from kvpull_async.values import LLMRole
+
+
+def settings(options: dict[str, str], environ: dict[str, str]) -> Settings:
+    return Settings.from_options(LLMRole.PROMPT, 1, options, environ=environ)
+
+
+OWN_VALUES = [
+    ("link_secret", "s3", "kvpull.LinkSecret", "s3", "link_secret", b"s3"),
+    ("allow_insecure_network", True, "kvpull.AllowInsecureNetwork", "1", "allow_insecure_network", True),
+    ("link_busy_policy", "raise", "kvpull.LinkBusyPolicy", "raise", "link_busy_policy", "raise"),
+    ("queue_limit", 3, "kvpull.QueueLimit", "3", "queue_limit", 3),
+    ("settle_timeout", 0, "kvpull.SettleTimeout", "0", "settle_timeout_ms", 0),
+    ("close_timeout", 4, "kvpull.CloseTimeout", "4", "close_timeout_ms", 4),
+    ("heartbeat_interval", 4, "kvpull.HeartbeatInterval", "4", "heartbeat_interval_ms", 4),
+    ("heartbeat_timeout", 4000, "kvpull.HeartbeatTimeout", "4000", "heartbeat_timeout_ms", 4000),
+    ("handshake_timeout", 4, "kvpull.HandshakeTimeout", "4", "handshake_timeout_ms", 4),
+    ("lease_margin", 4, "kvpull.LeaseMargin", "4", "lease_margin_ms", 4),
+    ("reconnect_grace", 4, "kvpull.ReconnectGrace", "4", "reconnect_grace_ms", 4),
+    ("inline_limit", 4, "kvpull.InlineLimit", "4", "inline_limit", 4),
+    ("device_backend", "auto", "kvpull.DeviceBackend", "auto", "device_backend", "auto"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "option", "text", "field", "read"), OWN_VALUES)
+def test_own_properties_reach_settings_as_option_or_variable(
+    name: str, value: Any, option: str, text: str, field: str, read: Any
+) -> None:
+    config = LLMConfig()
+    default = getattr(settings({}, {}), field)
+    assert getattr(config, name) == ("" if name == "link_secret" else default)
+    setattr(config, name, value)
+    options = config.generate_options()
+    assert (own_key(name), options[option]) == (option, text)
+    assert getattr(settings(options, {}), field) == read
+    variable = "KVPULL_" + option.removeprefix("kvpull.")
+    assert own_variable(name).replace("_", "") == variable.upper().replace("_", "")
+    assert getattr(settings({}, {own_variable(name): text}), field) == read
+    assert getattr(settings({}, {own_variable(name): ""}), field) == default
+
+
+def test_every_own_property_is_tested() -> None:
+    assert {row[0] for row in OWN_VALUES} == set(OWN)
