@@ -1,0 +1,146 @@
+"""The engine's executor: daemon threads that run bounded pieces of work. It must not know what the pieces copy.
+
+The threads are our own because a stuck `ThreadPoolExecutor` worker holds the interpreter's exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
+
+__all__ = ["Job", "Workers", "report_to"]
+
+T = TypeVar("T")
+_Work = tuple["Future[Any]", Callable[[], Any]]
+
+
+def report_to(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> bool:
+    """Call `callback` on the loop from any thread; False when that loop has closed and nobody is left to tell."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        return False
+    return True
+
+
+class Workers(Executor):
+    """A fixed number of daemon threads, started on first use and joined with a bound."""
+
+    def __init__(
+        self, threads: int, *, name: str = "kvpull-worker", initializer: Callable[[], None] | None = None
+    ) -> None:
+        self._limit = threads
+        self._name = name
+        self._initializer = initializer
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()  # protects _threads, _idle and _closed
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Run `fn` on a worker, in a copy of the caller's context."""
+        future: Future[T] = Future()
+        context = contextvars.copy_context()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the workers have been shut down")
+            self._queue.put((future, lambda: context.run(fn, *args, **kwargs)))
+            if self._idle > 0:
+                self._idle -= 1
+            elif len(self._threads) < self._limit:
+                self._start_thread()
+        return future
+
+    def close(self, timeout: float) -> int:
+        """Let the threads end after what is queued; returns how many were still busy when `timeout` (s) was over."""
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+        for _ in threads:
+            self._queue.put(None)
+        end = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return sum(thread.is_alive() for thread in threads)
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self) -> None:
+        if self._initializer is not None:
+            self._initializer()
+        while (work := self._queue.get()) is not None:
+            future, call = work
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:  # noqa: BLE001  (handed over whole: the waiter decides)
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            del future, call, work
+            with self._lock:
+                self._idle += 1
+
+    def __repr__(self) -> str:
+        return f"<Workers {self._name} threads={len(self._threads)}/{self._limit} idle={self._idle}>"
+
+
+class Job:
+    """Bounded steps run one after another on a worker; the cancel flag is looked at between two steps.
+
+    `done` ends with the sum of what the steps returned, or with the step's error, or with CancelledError after an
+    abort that came in time. `settled` ends when no step runs any more and none will.
+    """
+
+    def __init__(self, workers: Workers, steps: Iterable[int]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._steps = steps
+        self._cancelled = threading.Event()
+        self.done: asyncio.Future[int] = self._loop.create_future()
+        self.settled: asyncio.Future[None] = self._loop.create_future()
+        workers.submit(self._run)
+
+    def abort(self) -> bool:
+        """Ask the job to stop after the step that runs now. Never waits; True, since a step always ends."""
+        self._cancelled.set()
+        return True
+
+    def _run(self) -> None:
+        total, error = 0, None
+        steps = iter(self._steps)
+        try:
+            while not self._cancelled.is_set():
+                step = next(steps, None)
+                if step is None:
+                    report_to(self._loop, self._finish, total, None)
+                    return
+                total += step
+        except BaseException as raised:  # noqa: BLE001  (belongs to whoever awaits `done`)
+            error = raised
+        finally:
+            close = getattr(steps, "close", None)
+            if close is not None:
+                close()
+        report_to(self._loop, self._finish, total, error or asyncio.CancelledError())
+
+    def _finish(self, total: int, error: BaseException | None) -> None:
+        if not self.done.done():
+            if error is None:
+                self.done.set_result(total)
+            elif isinstance(error, asyncio.CancelledError):
+                self.done.cancel()
+            else:
+                self.done.set_exception(error)
+                self.done.exception()  # an aborted caller may never ask for it
+        if not self.settled.done():
+            self.settled.set_result(None)

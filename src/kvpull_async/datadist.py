@@ -1,0 +1,202 @@
+"""What both faces' `LLMDataDist` do before and after crossing: checks, modes, the original's codes.
+
+It must not wait.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from kvpull_async.config import Settings
+from kvpull_async.engine import Engine
+from kvpull_async.links import Target
+from kvpull_async.managers import dialect
+from kvpull_async.managers.manager import Manager, Operation
+from kvpull_async.registry import Entry
+from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.values import Cache, KvCache, LLMClusterInfo, LLMRole, int_to_ip
+from kvpull_async.values._check import instance, int32, require, uint64
+
+__all__ = ["DataDist", "LinkResult", "checked"]
+
+H = TypeVar("H", Cache, KvCache)
+LinkResult = tuple[LLMStatusCode, list[LLMStatusCode]]
+_OLDER_LIMIT: Final = 16
+_LISTEN: Final = "llm.listenIpInfo"
+_HARMLESS: Final = (LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_REPEAT_REQUEST)
+
+
+class DataDist:
+    """`dropped` is called when a `KvCache` handle is garbage-collected while its cache exists."""
+
+    def __init__(self, role: object, cluster_id: object, *, dropped: Callable[[int], None] | None) -> None:
+        self.role = instance("role", role, LLMRole)
+        self.cluster_id = uint64("cluster_id", cluster_id)
+        self._dropped = dropped
+        self._engine: Engine | None = None
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """RuntimeError before `init` and after `finalize`, as in the original."""
+        if self._engine is None:
+            raise RuntimeError("LLMDataDist is not initialised: call init(options) first")
+        return self._engine
+
+    def start(self, options: object) -> Operation[None] | None:
+        """The step that opens a new engine; None when there is one already. After a failure call `drop`."""
+        if self._engine is not None:
+            return None
+        given: Mapping[str, str] = instance("options", options, dict)
+        settings = Settings.from_options(self.role, self.cluster_id, given, environ=os.environ)
+        self._engine = Engine(settings, dropped=self._dropped)
+        return Operation(self._engine.open)
+
+    def drop(self) -> Engine | None:
+        """Forget the engine; the face then stops its threads."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self.role = engine.node.role
+        return engine
+
+    @property
+    def newer(self) -> bool:
+        """Whether the options chose cache manager mode."""
+        return self.engine.settings.cache_manager_mode
+
+    # -- managers ---------------------------------------------------------------------------------------------------
+
+    def manager(self, kind: str, owner: object) -> Manager:
+        """The operations of the "kv" or the "cache" manager; `owner` is the face's manager object."""
+        if kind == "kv":
+
+            def wrap_kv(entry: Entry) -> KvCache:
+                addresses = [region.address for region in entry.regions]
+                return _bound(KvCache(entry.cache_id, entry.desc, [addresses], owner), entry)
+
+            return Manager(self.engine.node, dialect.KV, wrap_kv)
+
+        def wrap(entry: Entry) -> Cache:
+            addresses = [region.address for region in entry.regions]
+            handle = Cache(entry.cache_id, entry.desc, addresses, owner, entry.registered, entry.blocks)
+            return _bound(handle, entry)
+
+        return Manager(self.engine.node, dialect.CACHE, wrap)
+
+    # -- links ------------------------------------------------------------------------------------------------------
+
+    def link_clusters(self, clusters: object, timeout: object) -> Operation[LinkResult]:
+        engine = self.engine
+        milliseconds = _timeout(timeout)
+        targets = _targets(clusters)
+        if not targets or (not self.newer and engine.node.role is not LLMRole.DECODER):
+            return _answer(LLMStatusCode.LLM_PARAM_INVALID)
+        if not self.newer and len(targets) > _OLDER_LIMIT:
+            return _answer(LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT)
+        return self._codes(lambda: engine.link(targets, milliseconds), failed=None)
+
+    def unlink_clusters(self, clusters: object, timeout: object, force: object) -> Operation[LinkResult]:
+        engine = self.engine
+        milliseconds = _timeout(timeout)
+        targets = _targets(clusters)
+        forced = instance("force", force, bool)
+        if not targets:
+            return _answer(LLMStatusCode.LLM_PARAM_INVALID)
+        failed = None if self.newer else LLMStatusCode.LLM_UNLINK_FAILED
+        return self._codes(lambda: engine.unlink(targets, milliseconds, force=forced), failed=failed)
+
+    def _codes(
+        self, run: Callable[[], Coroutine[Any, Any, list[LLMStatusCode]]], *, failed: LLMStatusCode | None
+    ) -> Operation[LinkResult]:
+        newer = self.newer
+
+        async def with_overall() -> LinkResult:
+            codes = await run()
+            return _overall(codes, newer=newer, failed=failed), codes
+
+        return Operation(with_overall)
+
+    def check_link_status(self, remote_cluster_id: object) -> Operation[None]:
+        engine = self.engine
+        require(not self.newer, "check_link_status is for the older mode (llm.EnableCacheManager is on)")
+        cluster_id = uint64("remote_cluster_id", remote_cluster_id)
+        return Operation(lambda: engine.check_link_status(cluster_id))
+
+    def switch_role(self, role: object, switch_options: object) -> Operation[None]:
+        """LLM-DataDist documentation: the older mode needs `enable_switch_role`, another role, and for PROMPT an
+        address to listen on; the newer mode needs that no link exists.
+        """
+        engine = self.engine
+        wanted = instance("role", role, LLMRole)
+        options: dict[str, str] = {} if switch_options is None else instance("switch_options", switch_options, dict)
+        listen = options.get(_LISTEN)
+        if not self.newer:
+            require(wanted is not engine.node.role, f"the role is {wanted.name} already")
+            require(wanted is not LLMRole.PROMPT or listen is not None, f"role PROMPT needs {_LISTEN}")
+            if not engine.settings.enable_switch_role:
+                raise LLMException(
+                    "switch_role needs enable_switch_role in the options",
+                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                )
+        settings = engine.settings.with_listen(listen)
+
+        async def run() -> None:
+            if self.newer and engine.links.all():
+                raise LLMException("a link exists; unlink first", status_code=LLMStatusCode.LLM_EXIST_LINK)
+            await engine.switch_role(wanted, settings)
+
+        return Operation(run)
+
+    def needs_newer(self, name: str) -> None:
+        require(self.newer, f"{name} is for cache manager mode (llm.EnableCacheManager)")
+
+
+def _bound(handle: H, entry: Entry) -> H:
+    handle._binding = entry
+    return handle
+
+
+def _answer(status: LLMStatusCode) -> Operation[LinkResult]:
+    async def run() -> LinkResult:
+        return status, []
+
+    return Operation(run)
+
+
+def _timeout(timeout: object) -> int:
+    milliseconds = int32("timeout", timeout)
+    require(milliseconds > 0, f"timeout must be above 0 (ms), got {milliseconds}")
+    return milliseconds
+
+
+def _targets(clusters: object) -> list[Target]:
+    items: Sequence[Any] = instance("clusters", clusters, list, tuple)
+    infos = [instance(f"clusters[{i}]", item, LLMClusterInfo) for i, item in enumerate(items)]
+    return [_target(info) for info in infos]
+
+
+def _target(info: LLMClusterInfo) -> Target:
+    addresses = [(int_to_ip(ip), port) for ip, port in info.remote_ip_info_list]
+    cluster_id = uint64("remote_cluster_id", info.remote_cluster_id)
+    return Target(cluster_id, addresses[0] if len(addresses) == 1 else None)
+
+
+def _overall(codes: list[LLMStatusCode], *, newer: bool, failed: LLMStatusCode | None) -> LLMStatusCode:
+    """The newer mode answers with the last failing code. The older one calls it a success when clusters were merely
+    linked or unlinked already.
+    """
+    failures = [code for code in codes if code != LLMStatusCode.LLM_SUCCESS and (newer or code not in _HARMLESS)]
+    if not failures:
+        return LLMStatusCode.LLM_SUCCESS
+    return failures[-1] if failed is None else failed
+
+
+def checked(result: LinkResult, operation: str, raise_on_error: bool) -> LinkResult:
+    """The result, or with `raise_on_error` an LLMException when it is not a success."""
+    if raise_on_error and result[0] != LLMStatusCode.LLM_SUCCESS:
+        names = ", ".join(code.name for code in result[1])
+        raise LLMException(f"{operation}: {names or result[0].name}", status_code=result[0], operation=operation)
+    return result

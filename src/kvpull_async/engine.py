@@ -1,0 +1,306 @@
+"""The engine behind one `LLMDataDist`: owns the core loop and everything on it, from `init` to `finalize`.
+
+It must not contain what a pull, a link or a cache does. Both faces use it; `awaited` and `blocked` are the two ways
+across.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+from kvpull_async import observe
+from kvpull_async._deadline import Deadline
+from kvpull_async._workers import Workers
+from kvpull_async.config import Settings
+from kvpull_async.core import Call, CoreLoop
+from kvpull_async.lane import Lane
+from kvpull_async.linkage import LinkContext, Server
+from kvpull_async.links import Codes, Links, Target
+from kvpull_async.managers.manager import Operation
+from kvpull_async.managers.node import Node
+from kvpull_async.memory.host import HostMemory
+from kvpull_async.protocol.session import Identity, Peer
+from kvpull_async.registry import Registry
+from kvpull_async.serve import Serving
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+from kvpull_async.transport.base import Address, DataPath, Listener, Transport
+from kvpull_async.transport.inproc import InprocTransport
+from kvpull_async.transport.tcp import TcpTransport
+from kvpull_async.values import LLMRole, Placement
+
+__all__ = ["CODES", "Engine", "awaited", "blocked", "live_engines"]
+
+T = TypeVar("T")
+_WORKERS: Final = 2
+_PATIENCE: Final = 5.0
+"""Seconds on top of `settle_timeout` that a cancelled caller waits for a core that should have answered long ago."""
+
+CODES: Final[Mapping[bool, Codes]] = {
+    True: Codes(
+        timeout=LLMStatusCode.LLM_TIMEOUT,
+        repeated=LLMStatusCode.LLM_ALREADY_LINK,
+        unknown_unlink=LLMStatusCode.LLM_SUCCESS,
+        unreachable_unlink=LLMStatusCode.LLM_UNLINK_FAILED,
+    ),
+    False: Codes(
+        timeout=LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
+        repeated=LLMStatusCode.LLM_REPEAT_REQUEST,
+        unknown_unlink=LLMStatusCode.LLM_NOT_YET_LINK,
+        unreachable_unlink=LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED,
+    ),
+}
+"""By cache manager mode: what the newer and the older mode of the original answer."""
+
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+_leaked: list[object] = []
+"""Memory that was still being written at `finalize`: kept for ever, since unmapping it would be worse."""
+
+
+def live_engines() -> list[Engine]:
+    """Engines that have been initialised and not finalised yet."""
+    return list(_live)
+
+
+class Engine:
+    """Made by `init`; `open` and `close` run on its core."""
+
+    def __init__(self, settings: Settings, *, dropped: Callable[[int], None] | None) -> None:
+        self.settings = settings
+        self.counters = observe.Counters()
+        self.events = observe.EventQueue()
+        self.log = observe.Log(self.events, local_cluster_id=settings.cluster_id)
+        self.core = CoreLoop(name=f"kvpull-core-{settings.cluster_id}", on_bug=self._bug)
+        self.workers = Workers(_WORKERS)
+        self.memory = HostMemory(
+            {Placement.DEVICE: settings.device_pool_bytes, Placement.HOST: settings.host_pool_bytes}
+        )
+        self.registry = Registry(self.memory, dropped=dropped)
+        self._inproc = InprocTransport(self.log)
+        self._tcp = TcpTransport(self.log, greeting_timeout=settings.handshake_timeout_ms / 1000)
+        self.links = Links(self._context(), CODES[settings.cache_manager_mode])
+        self.node = Node(settings.role, settings, self.registry, self.workers, self.counters, self.log, self.links.find)
+        self._listeners: list[Listener] = []
+        self._stop_asked = 0.0
+        self.core.start()
+        _live.add(self)
+
+    def _context(self) -> LinkContext:
+        transports: dict[str, Transport] = {"inproc": self._inproc, "tcp": self._tcp}
+        backend = self.settings.transfer_backend
+        chosen = tuple(t for name, t in transports.items() if backend in ("auto", "hixl", name))
+        return LinkContext(
+            identity=Identity(self.settings.cluster_id, secrets.token_bytes(16), (), self.settings.link_secret),
+            settings=self.settings,
+            log=self.log,
+            counters=self.counters,
+            workers=self.workers,
+            direct_memory=self.memory.direct,
+            transports=chosen,
+            serve=self._serve,
+            gone=lambda link: self.links.gone(link),  # noqa: PLW0108  (`links` is made with this context)
+        )
+
+    def _serve(self, lane: Lane, path: DataPath, peer: Peer, peer_left: Callable[[], None]) -> Server:
+        return Serving(
+            lane,
+            path,
+            registry=self.registry,
+            record=self.links.record(peer.incarnation),
+            workers=self.workers,
+            log=self.log,
+            counters=self.counters,
+            inline_limit=self.settings.inline_limit,
+            lease_margin=self.settings.lease_margin_ms / 1000,
+            peer_left=peer_left,
+        )
+
+    # -- on the core ------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Listen, when the settings say so. LLMException with the address when that is impossible."""
+        for name, nearest in self.settings.unknown_options:
+            self.log.warning("config.unknown_option", option=name, nearest=nearest)
+        for name in self.settings.ignored_options:
+            self.log.info("config.ignored_option", option=name, reason="it has no meaning here")
+        if self.settings.listen is not None:
+            await self.listen(self.settings.listen)
+        if self.settings.allow_insecure_network:
+            self.log.warning("link.insecure", reason="allow_insecure_network is on: peers are not authenticated")
+
+    async def listen(self, address: Address) -> None:
+        context = self._context()
+        try:
+            for transport in reversed(context.transports):  # tcp first: it says which port was free
+                listener = await transport.listen(address, self._acceptor(transport))
+                self._listeners.append(listener)
+                address = listener.address
+        except OSError as error:
+            await self.stop_listening()
+            raise LLMException(
+                f"cannot listen on {address[0]}:{address[1]}: {error}", status_code=LLMStatusCode.LLM_FAILED
+            ) from error
+        self.log.info("link.listening", address=f"{address[0]}:{address[1]}")
+
+    def _acceptor(self, transport: Transport) -> Callable[..., Any]:
+        return lambda channel: self.links.accept(transport, channel)
+
+    async def stop_listening(self) -> None:
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            await listener.aclose()
+
+    @property
+    def listen_address(self) -> Address | None:
+        return self._listeners[-1].address if self._listeners else None
+
+    async def close(self) -> None:
+        """Everything down to the last thread, within `close_timeout`; what cannot be stopped is left and named."""
+        deadline = Deadline.after_ms(self.settings.close_timeout_ms)
+        await self.stop_listening()
+        await self.links.close(deadline)
+        self.registry.closed = True
+        for entry in self.registry.entries():
+            if entry.quarantined:
+                _leaked.append(entry)
+                self.counters.add("regions_leaked")
+                self.log.error("region.leaked", cache_id=entry.cache_id, reason="a transfer could not be stopped")
+
+    async def check_link_status(self, cluster_id: int) -> None:
+        link = self.links.find(cluster_id)
+        if link is None:
+            raise LLMException(f"no link to cluster {cluster_id}", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+        try:
+            await link.check(Deadline.after_ms(self.settings.sync_kv_timeout_ms))
+        except asyncio.TimeoutError as error:
+            raise LLMTimeoutError(
+                f"cluster {cluster_id} did not answer",
+                status_code=CODES[self.settings.cache_manager_mode].timeout,
+                peer=cluster_id,
+                operation="check_link_status",
+                retry_safe=True,
+            ) from error
+
+    async def link(self, targets: list[Target], timeout_ms: int) -> list[LLMStatusCode]:
+        return await self.links.link(targets, Deadline.after_ms(timeout_ms))
+
+    async def unlink(self, targets: list[Target], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
+        return await self.links.unlink(targets, Deadline.after_ms(timeout_ms), force=force)
+
+    async def switch_role(self, role: LLMRole, listen: Settings) -> None:
+        """Take a role and listen as `listen` says; on failure the node keeps the old role and no listener."""
+        wanted, held = listen.listen, self.listen_address
+        if wanted != held:
+            await self.stop_listening()
+            if wanted is not None:
+                await self.listen(wanted)
+        self.settings = listen
+        self.node.role = role
+        self.log.info("role.switched", role=role.name)
+
+    # -- around the core --------------------------------------------------------------------------------------------
+
+    def call(self, operation: Operation[T]) -> Call[T]:
+        return self.core.call(operation.start, patience=self.settings.settle_timeout_ms / 1000 + _PATIENCE)
+
+    def ask_to_stop(self) -> None:
+        """Begin to end the threads; `stopped` says whether they have."""
+        _live.discard(self)
+        self._stop_asked = time.monotonic()
+        self.core.stop(0)
+
+    def join(self) -> None:
+        """Wait, bounded, for the threads to end."""
+        bound = self.settings.close_timeout_ms / 1000
+        clean = self.core.stop(bound)
+        busy = self.workers.close(bound if clean else 0)
+        if busy or not clean:
+            self.log.error("engine.stuck", workers=busy, core=not clean)
+        self.memory.close()
+        self.events.close(bound)
+
+    @property
+    def stopped(self) -> bool:
+        return self.core.stop(0)
+
+    def close_after_fork(self) -> None:
+        self._tcp.close_after_fork()
+        self.core.close_after_fork()
+
+    def _bug(self, message: str) -> None:
+        self.log.error("engine.bug", reason=message)
+
+    def __repr__(self) -> str:
+        return f"<Engine cluster={self.settings.cluster_id} {self.links!r} {self.registry!r}>"
+
+
+async def awaited(engine: Engine, operation: Operation[T]) -> T:
+    """Run an operation from any loop; its last log event is written on this thread."""
+    report = operation.report
+    if report is not None:
+        report.started_event()
+    call = engine.call(operation)
+    call.orphaned = lambda: engine.log.warning("pull.orphaned", reason="the caller's loop has closed")
+    try:
+        result = await call.result()
+    except BaseException as error:
+        _ended(operation, call, error)
+        raise
+    if report is not None:
+        report.finished_event()
+    return result
+
+
+def blocked(engine: Engine, operation: Operation[T]) -> T:
+    """Run an operation and block this thread until it has ended."""
+    report = operation.report
+    if report is not None:
+        report.started_event()
+    call = engine.call(operation)
+    try:
+        result = call.wait()
+    except BaseException as error:
+        _ended(operation, call, error)
+        raise
+    if report is not None:
+        report.finished_event()
+    return result
+
+
+def _ended(operation: Operation[T], call: Call[T], error: BaseException) -> None:
+    if not call.ended and operation.cache is not None and operation.cache._binding is not None:
+        operation.cache._binding.abandon()  # the caller goes on while something may still write there
+    report = operation.report
+    if report is None:
+        return
+    if call.succeeded:
+        report.cancelled_late = True
+        report.finished_event()
+    else:
+        report.failed_event(error)
+
+
+def _after_fork() -> None:
+    for engine in live_engines():
+        engine.close_after_fork()
+    _live.clear()
+
+
+def _at_exit() -> None:
+    """A program that forgot `finalize`: peers are told and threads end, within `close_timeout`."""
+    for engine in live_engines():
+        try:
+            blocked(engine, Operation(engine.close))
+        finally:
+            engine.ask_to_stop()
+            engine.join()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

@@ -1,0 +1,20 @@
+"""What a face needs of the core, in one place: `kvpull_sync` imports this and the public names, nothing else."""
+
+from kvpull_async.datadist import DataDist, LinkResult, checked
+from kvpull_async.engine import Engine, awaited, blocked, live_engines
+from kvpull_async.managers.manager import Manager, Operation, not_enabled
+from kvpull_async.transport.base import Address
+
+__all__ = [
+    "Address",
+    "DataDist",
+    "Engine",
+    "LinkResult",
+    "Manager",
+    "Operation",
+    "awaited",
+    "blocked",
+    "checked",
+    "live_engines",
+    "not_enabled",
+]

@@ -1,0 +1,176 @@
+"""The awaitable face: the original's classes, each method checked here and run on the engine's core.
+
+Every coroutine may be awaited from any event loop of any thread. It must not contain logic of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from types import TracebackType
+from typing import ClassVar, NoReturn
+
+from kvpull_async.entry import (
+    Address,
+    DataDist,
+    Engine,
+    LinkResult,
+    Operation,
+    awaited,
+    checked,
+    not_enabled,
+)
+from kvpull_async.face_managers import CacheManager, KvCacheManager
+from kvpull_async.values import (
+    LLMClusterInfo,
+    LLMRole,
+)
+
+__all__ = ["CacheManager", "KvCacheManager", "LLMDataDist"]
+
+_POLL = 0.001
+
+
+def _warn_dropped(cache_id: int) -> None:
+    warnings.warn(f"KvCache {cache_id} was dropped without deallocate_cache", ResourceWarning, stacklevel=2)
+
+
+class LLMDataDist:
+    """One node: `init`, link to others, pull, `finalize`. Any number of them may live in one process.
+
+    `async with LLMDataDist(role, cluster_id) as datadist` finalizes at the end; call `init` inside.
+    """
+
+    llm_engine_instance: ClassVar[LLMDataDist | None] = None
+    """The instance initialised last, as the original keeps it."""
+
+    def __init__(self, role: LLMRole, cluster_id: int) -> None:
+        self._core = DataDist(role, cluster_id, dropped=_warn_dropped)
+        self._kv: KvCacheManager | None = None
+        self._cache: CacheManager | None = None
+
+    async def init(self, options: dict[str, str]) -> None:
+        """Start the engine. Does nothing when it is running already; may be called again after a failure.
+
+        `options` come from `LLMConfig.generate_options()`. Errors: TypeError, ValueError; LLMException with
+        LLM_PARAM_INVALID (an option), LLM_FAILED (the address is taken), LLM_FEATURE_NOT_ENABLED.
+        """
+        opening = self._core.start(options)
+        if opening is None:
+            return
+        try:
+            await awaited(self._core.engine, opening)
+        except BaseException:
+            await _stop(self._core.drop())
+            raise
+        LLMDataDist.llm_engine_instance = self
+
+    async def finalize(self) -> None:
+        """End the engine within `close_timeout`, whatever peers do; calls that wait end with LLM_ENGINE_FINALIZED."""
+        engine = self._core.drop()
+        self._kv = self._cache = None
+        if LLMDataDist.llm_engine_instance is self:
+            LLMDataDist.llm_engine_instance = None
+        if engine is None:
+            return
+        try:
+            await awaited(engine, Operation(engine.close))
+        finally:
+            await _stop(engine)
+
+    async def __aenter__(self) -> LLMDataDist:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.finalize()
+
+    @property
+    def cluster_id(self) -> int:
+        """This node's id."""
+        return self._core.cluster_id
+
+    @property
+    def listen_address(self) -> Address | None:
+        """Where peers dial: (ip, port), the port being the real one when 0 was asked for. Our own."""
+        return self._core.engine.listen_address
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened since `init`, by name. Our own."""
+        return self._core.engine.counters.snapshot()
+
+    @property
+    def kv_cache_manager(self) -> KvCacheManager:
+        """The older manager. Differs from the original: reachable in both modes."""
+        self._core.engine.core.check_process()
+        if self._kv is None:
+            self._kv = KvCacheManager(self._core, "kv")
+        return self._kv
+
+    @property
+    def cache_manager(self) -> CacheManager:
+        """The newer manager. Differs from the original: reachable in both modes."""
+        self._core.engine.core.check_process()
+        if self._cache is None:
+            self._cache = CacheManager(self._core, "cache")
+        return self._cache
+
+    async def link_clusters(
+        self, clusters: list[LLMClusterInfo], timeout: int = 3000, *, raise_on_error: bool = False
+    ) -> LinkResult:
+        """Link to clusters, all at once, within `timeout` ms: (overall status, one status per cluster in order).
+
+        A failure is a code, never an exception, unless `raise_on_error` (our own). Wrong arguments raise. The link
+        serves both sides, and comes back by itself when its connection is lost.
+        """
+        result = await awaited(self._core.engine, self._core.link_clusters(clusters, timeout))
+        return checked(result, "link_clusters", raise_on_error)
+
+    async def unlink_clusters(
+        self, clusters: list[LLMClusterInfo], timeout: int = 3000, force: bool = False, *, raise_on_error: bool = False
+    ) -> LinkResult:
+        """Unlink; returns as `link_clusters`. With `force` only this side is torn down; a dead peer is no failure."""
+        result = await awaited(self._core.engine, self._core.unlink_clusters(clusters, timeout, force))
+        return checked(result, "unlink_clusters", raise_on_error)
+
+    async def check_link_status(self, remote_cluster_id: int) -> None:
+        """One round trip within `sync_kv_timeout`. LLM_NOT_YET_LINK, LLM_LINK_FAILED, or LLM_WAIT_PROCESS_TIMEOUT."""
+        await awaited(self._core.engine, self._core.check_link_status(remote_cluster_id))
+
+    async def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
+        """Take another role. LLM_PARAM_INVALID, LLM_FEATURE_NOT_ENABLED (older mode), LLM_EXIST_LINK (newer mode)."""
+        await awaited(self._core.engine, self._core.switch_role(role, switch_options))
+
+    async def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
+        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED. Use `link_clusters`."""
+        self._core.needs_newer("link")
+        not_enabled("link")
+
+    async def unlink(self, comm_id: int) -> None:
+        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED. Use `unlink_clusters`."""
+        self._core.needs_newer("unlink")
+        not_enabled("unlink")
+
+    async def query_register_mem_status(self, comm_id: int) -> NoReturn:
+        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
+        self._core.needs_newer("query_register_mem_status")
+        not_enabled("query_register_mem_status")
+
+    def __repr__(self) -> str:
+        return f"<LLMDataDist cluster={self.cluster_id} {self._core.role.name}>"
+
+
+async def _stop(engine: Engine | None) -> None:
+    """Stop the threads without holding this loop; what is left after the wait is a matter of milliseconds."""
+    if engine is None:
+        return
+    engine.ask_to_stop()
+    loop = asyncio.get_running_loop()
+    end = loop.time() + engine.settings.close_timeout_ms / 1000
+    try:
+        while not engine.stopped and loop.time() < end:  # noqa: ASYNC110  (a thread's end sets no event)
+            await asyncio.sleep(_POLL)
+    finally:
+        engine.join()

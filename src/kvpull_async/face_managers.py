@@ -1,0 +1,276 @@
+"""The awaitable managers: each method checked here and run on the engine's core.
+
+They must not contain logic of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, TypeVar
+
+from kvpull_async.entry import (
+    DataDist,
+    Engine,
+    Manager,
+    Operation,
+    awaited,
+    not_enabled,
+)
+from kvpull_async.values import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    KvCache,
+    Tensor,
+)
+
+__all__ = ["CacheManager", "KvCacheManager"]
+
+T = TypeVar("T")
+
+
+class _Manager:
+    """What the two managers share: the crossing."""
+
+    def __init__(self, datadist: DataDist, kind: str) -> None:
+        self._engine: Engine = datadist.engine
+        self._manager: Manager = datadist.manager(kind, self)
+
+    async def _run(self, operation: Operation[T]) -> T:
+        return await awaited(self._engine, operation)
+
+
+class KvCacheManager(_Manager):
+    """The older manager. PROMPT nodes allocate caches with keys, DECODER nodes pull them."""
+
+    def is_initialized(self) -> bool:
+        """Whether the engine of this manager is running."""
+        return not self._engine.stopped
+
+    async def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Any = ()) -> KvCache:
+        """A cache of `num_tensors` zeroed tensors; the i-th key (role PROMPT only) names batch entry i.
+
+        Errors: TypeError; LLMException with LLM_PARAM_INVALID (layout, number of keys), LLM_FAILED (a key is bound
+        already), LLM_DEVICE_OUT_OF_MEMORY. Release it with `deallocate_cache`; its keys keep the data until pulled.
+        """
+        handle: KvCache = await self._run(self._manager.allocate_cache(cache_desc, cache_keys))
+        return handle
+
+    async def allocate_blocks_cache(
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
+    ) -> KvCache:
+        """A paged cache: `shape[0]` blocks. Errors as for `allocate_cache`."""
+        handle: KvCache = await self._run(self._manager.allocate_blocks_cache(cache_desc, blocks_cache_key))
+        return handle
+
+    async def deallocate_cache(self, cache: KvCache) -> None:
+        """Give up the cache. Unknown ones are harmless (as documented; the original's code raises).
+
+        Returns when nothing writes to the memory any more. LLM_TIMEOUT with `destination_unsafe` when a transfer
+        cannot be stopped: call it again later.
+        """
+        await self._run(self._manager.deallocate(cache, blocks=None))
+
+    async def remove_cache_key(self, cache_key: CacheKey) -> None:
+        """Forget a key (role PROMPT only); unknown keys are harmless. The memory goes with the last reference."""
+        await self._run(self._manager.remove_cache_key(cache_key))
+
+    async def pull_cache(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        kv_cache: KvCache,
+        batch_index: int = 0,
+        size: int = -1,
+        **kwargs: Any,
+    ) -> None:
+        """Pull one batch entry of a remote cache into entry `batch_index` of `kv_cache`. Role DECODER only.
+
+        Args:
+            cache_key: which entry of which linked cluster.
+            kv_cache: the destination. Its dtype and shape need not be the source's: bytes count.
+            batch_index: entry of the destination.
+            size: bytes per tensor; -1 is the destination's entry minus `dst_cache_offset`.
+            src_layer_range, dst_layer_range: `range` of layers, step 1; empty or absent is all of them.
+            tensor_num_per_layer: tensors in one layer, default 2.
+            src_cache_offset, dst_cache_offset: bytes into the entry; giving one, 0 included, keeps the key.
+            timeout: ms for this call instead of `sync_kv_timeout`; queueing and connecting count.
+            traceparent: W3C trace context, to be found in the log events of both sides.
+            **kwargs: the names from `src_layer_range` on; others are a TypeError.
+
+        Errors: TypeError, ValueError; LLMException with LLM_PARAM_INVALID, LLM_KV_CACHE_NOT_EXIST, LLM_NOT_YET_LINK,
+        LLM_LINK_FAILED, LLM_LINK_BUSY; LLMTimeoutError with LLM_WAIT_PROCESS_TIMEOUT. After any of them, and after a
+        cancellation, the key is kept, the link usable, and nothing writes to the destination, unless
+        `kv_cache.quarantined`: then wait for `settled(kv_cache)` before using or freeing it.
+        """
+        await self._run(self._manager.pull_cache(cache_key, kv_cache, batch_index, size, kwargs))
+
+    async def pull_blocks(
+        self, prompt_cache_key: BlocksCacheKey, decoder_kv_cache: KvCache, prompt_blocks: Any, decoder_blocks: Any,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Pull blocks of a remote paged cache: `prompt_blocks[i]` into `decoder_blocks[i]`, for every tensor.
+
+        Keyword arguments and errors as for `pull_cache`, without size and offsets.
+        """
+        operation = self._manager.pull_blocks(prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, kwargs)
+        await self._run(operation)
+
+    async def copy_cache(
+        self, dst: KvCache, src: KvCache, dst_batch_index: int = 0, src_batch_index: int = 0, offset: int = 0,
+        size: int = -1, req_id: int | None = None,
+    ) -> None:  # fmt: skip
+        """Copy one batch entry between two local caches: `size` bytes (-1: the source's rest) from `offset` on in both.
+
+        Errors: TypeError, ValueError; LLMException with LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID. It never truncates.
+        """
+        await self._run(self._manager.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id))
+
+    def get_cache_tensors(self, kv_cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
+        """The tensor's memory, without a copy: a list with one `Tensor` per device."""
+        return self._manager.get_cache_tensors(kv_cache, tensor_index)
+
+    async def settled(self, cache: KvCache, timeout: float | None = None) -> None:
+        """Wait (at most `timeout` ms) until the cache is not quarantined. LLMTimeoutError when it still is."""
+        await self._run(self._manager.settled(cache, timeout))
+
+    async def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
+        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
+        not_enabled("copy_blocks")
+
+    async def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
+        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
+        not_enabled("swap_blocks")
+
+    def transfer_cache_async(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
+        not_enabled("transfer_cache_async")
+
+
+class CacheManager(_Manager):
+    """The newer manager: any role, memory of the caller, blocks."""
+
+    async def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Any = ()) -> Cache:
+        """As `KvCacheManager.allocate_cache`, in any role. A bound key is LLM_PARAM_INVALID here."""
+        handle: Cache = await self._run(self._manager.allocate_cache(cache_desc, cache_keys))
+        return handle
+
+    async def allocate_blocks_cache(
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
+    ) -> Cache:
+        """A paged cache of `shape[0]` blocks, offered to peers under `blocks_cache_key`."""
+        handle: Cache = await self._run(self._manager.allocate_blocks_cache(cache_desc, blocks_cache_key))
+        return handle
+
+    async def deallocate_cache(self, cache: Cache) -> None:
+        """Give up an allocated cache, as `KvCacheManager.deallocate_cache`; harmless for registered ones."""
+        await self._run(self._manager.deallocate(cache, blocks=False))
+
+    async def deallocate_blocks_cache(self, cache: Cache) -> None:
+        """Give up an allocated blocks cache, its key with it."""
+        await self._run(self._manager.deallocate(cache, blocks=True))
+
+    async def register_cache(
+        self, cache_desc: CacheDesc, addrs: list[int], cache_keys: Any = (), remote_accessible: bool | None = None
+    ) -> Cache:
+        """Offer memory of your own: one address (int) per tensor. It is not touched; pulls never consume its keys.
+
+        The memory stays yours; do not free it before `unregister_cache` has returned.
+        Errors: TypeError (a tuple, too), ValueError; LLMException with LLM_PARAM_INVALID.
+        """
+        handle: Cache = await self._run(self._manager.register_cache(cache_desc, addrs, cache_keys, remote_accessible))
+        return handle
+
+    async def register_blocks_cache(
+        self, cache_desc: CacheDesc, addrs: list[int], blocks_cache_key: BlocksCacheKey | None = None,
+        remote_accessible: bool | None = None,
+    ) -> Cache:  # fmt: skip
+        """Offer a paged cache in memory of your own. A key registered again moves to the newer cache."""
+        handle: Cache = await self._run(
+            self._manager.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible)
+        )
+        return handle
+
+    async def unregister_cache(self, cache_id: int) -> None:
+        """Take registered memory back; unknown ids are harmless.
+
+        Returns when nothing reads or writes it any more: running transfers are waited for (bounded), then cut.
+        LLM_TIMEOUT with `destination_unsafe` when one cannot be stopped: do not free the memory, call again.
+        """
+        await self._run(self._manager.unregister_cache(cache_id))
+
+    async def remove_cache_key(self, cache_key: CacheKey) -> None:
+        """Forget a key of an allocated cache; unknown keys and those of registered caches are left alone."""
+        await self._run(self._manager.remove_cache_key(cache_key))
+
+    async def pull_cache(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        cache: Cache,
+        batch_index: int = 0,
+        size: int = -1,
+        **kwargs: Any,
+    ) -> None:
+        """As `KvCacheManager.pull_cache`, in any role; expiry is LLM_TIMEOUT.
+
+        With remote cache access on, only `CacheKeyByIdAndIndex` is accepted, both caches must be remote accessible,
+        and no key is consumed. Differs from the original: offsets work.
+        """
+        await self._run(self._manager.pull_cache(cache_key, cache, batch_index, size, kwargs))
+
+    async def pull_blocks(
+        self,
+        src_cache_key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex,
+        dst_cache: Cache,
+        src_blocks: Any = (),
+        dst_blocks: Any = (),
+        **kwargs: Any,
+    ) -> None:
+        """Pull into the blocks `dst_blocks` of every tensor of `dst_cache`.
+
+        From a `BlocksCacheKey`: block `src_blocks[i]` into `dst_blocks[i]`; blocks must have the same size in bytes.
+        From another key: the i-th block-sized slice of its contiguous entry into `dst_blocks[i]`, the last maybe
+        shorter; `src_blocks` stays empty. Other blocks stay untouched.
+        Keyword arguments: layer ranges, `tensor_num_per_layer`, `timeout` (ms), `traceparent`. Errors as for
+        `pull_cache`; also LLM_PARAM_INVALID for two source blocks that go to one destination block.
+        """
+        await self._run(self._manager.pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs))
+
+    async def copy_cache(
+        self, dst: Cache, src: Cache, dst_batch_index: int = 0, src_batch_index: int = 0, offset: int = 0,
+        size: int = -1, req_id: int | None = None,
+    ) -> None:  # fmt: skip
+        """As `KvCacheManager.copy_cache`."""
+        await self._run(self._manager.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id))
+
+    def get_cache_tensors(self, cache: Cache, tensor_index: int = 0) -> list[Tensor]:
+        """The tensor's memory, without a copy. Our own: the original offers it on the older manager only."""
+        return self._manager.get_cache_tensors(cache, tensor_index)
+
+    async def settled(self, cache: Cache, timeout: float | None = None) -> None:
+        """Wait (at most `timeout` ms) until the cache is not quarantined. LLMTimeoutError when it still is."""
+        await self._run(self._manager.settled(cache, timeout))
+
+    async def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
+        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
+        not_enabled("copy_blocks")
+
+    async def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
+        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
+        not_enabled("swap_blocks")
+
+    async def push_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
+        not_enabled("push_cache")
+
+    async def push_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
+        not_enabled("push_blocks")
+
+    def transfer_cache_async(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
+        not_enabled("transfer_cache_async")
+
+    async def remap_registered_memory(self, mem_infos: Any) -> None:
+        """Reserved, as documented: LLMException with LLM_FEATURE_NOT_ENABLED."""
+        not_enabled("remap_registered_memory")

@@ -1,0 +1,77 @@
+"""One link's slot: whoever comes first goes first, and nobody waits without a bound. It must not know what for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from kvpull_async.status import LLMException, LLMStatusCode, fresh
+
+__all__ = ["Fifo"]
+
+
+class Fifo:
+    """A lock that is granted in order of arrival. The waiting is bounded by the caller's own deadline."""
+
+    def __init__(self, *, limit: int, wait: bool) -> None:
+        self._limit = limit if wait else 0
+        self._held = False
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._idle: set[asyncio.Future[None]] = set()
+
+    @property
+    def busy(self) -> bool:
+        return self._held or bool(self._waiters)
+
+    async def acquire(self) -> None:
+        """Wait for the slot. LLM_LINK_BUSY at once when the queue is full (or when nobody may wait)."""
+        if not self.busy:
+            self._held = True
+            return
+        if len(self._waiters) >= self._limit:
+            raise LLMException(
+                f"the link is busy and {len(self._waiters)} calls wait for it already",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+                retry_safe=True,
+            )
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except BaseException:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.release()  # granted and cancelled in the same turn of the loop: the next one's turn
+            elif waiter in self._waiters:
+                self._waiters.remove(waiter)
+            raise
+
+    def release(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._held = False
+        for idle in self._idle:
+            if not idle.done():
+                idle.set_result(None)
+
+    def fail_waiters(self, error: LLMException) -> None:
+        """End every waiting call with its own instance of `error`."""
+        waiters, self._waiters = self._waiters, deque()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(fresh(error))
+
+    def idle(self) -> asyncio.Future[None]:
+        """A future that ends when the slot is free and nobody waits."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.busy:
+            self._idle.add(future)
+            future.add_done_callback(self._idle.discard)
+        else:
+            future.set_result(None)
+        return future
+
+    def __repr__(self) -> str:
+        return f"<Fifo held={self._held} waiting={len(self._waiters)}>"

@@ -1,0 +1,396 @@
+"""One remote cluster: its two connections, their loss and return, and the order of the pulls on it.
+
+It must not know managers, caches' contents or concrete transports. Used by the core's loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._workers import Workers
+from kvpull_async.fifo import Fifo
+from kvpull_async.lane import Lane
+from kvpull_async.linkage import LinkContext, LinkState, Server, connect_error, text
+from kvpull_async.observe import PullReport
+from kvpull_async.protocol import frames
+from kvpull_async.protocol.frames import Message
+from kvpull_async.protocol.session import Peer
+from kvpull_async.registry import Entry
+from kvpull_async.status import LLMException, LLMStatusCode, fresh
+from kvpull_async.transport.base import Address, DataPath, PathSeed, Transport
+
+if TYPE_CHECKING:
+    from kvpull_async.pull import Pull
+
+__all__ = ["Link"]
+
+_BACKOFF: Final = (0.02, 2.0)
+"""Seconds before the second and, at most, before any later attempt to reconnect."""
+
+_INCOMING_KEPT: Final = 30.0
+"""Seconds that a link which the peer dialled waits for that peer to come back."""
+
+
+class Link:
+    """`address` is None for a link that the peer dialled; only the side that dialled reconnects."""
+
+    def __init__(self, context: LinkContext, cluster_id: int, address: Address | None) -> None:
+        self.cluster_id = cluster_id
+        self.address = address
+        self.state = LinkState.NEW
+        self.peer: Peer | None = None
+        self.created = time.monotonic()
+        self._context = context
+        self._log = context.log.bind(cluster_id=cluster_id)
+        settings = context.settings
+        self._fifo = Fifo(limit=settings.queue_limit, wait=settings.link_busy_policy == "queue")
+        self._active: Pull | None = None
+        self._lanes: dict[int, Lane] = {}
+        self._paths: dict[int, DataPath] = {}
+        self._server: Server | None = None
+        self._unacknowledged: OrderedDict[bytes, frames.Done] = OrderedDict()
+        self._flushed: set[asyncio.Future[None]] = set()
+        self._bye: asyncio.Future[None] | None = None
+        self._watchers: set[asyncio.Future[LLMException | None]] = set()
+        self._poke = asyncio.Event()
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._lost_at = 0.0
+        self._trouble: LLMException | None = None
+        self._closed_with: LLMException | None = None
+
+    # -- what a pull needs ------------------------------------------------------------------------------------------
+
+    @property
+    def inline_limit(self) -> int:
+        return self._context.settings.inline_limit
+
+    @property
+    def settle_timeout(self) -> float:
+        return self._context.settings.settle_timeout_ms / 1000
+
+    @property
+    def direct_memory(self) -> bool:
+        return self._context.direct_memory
+
+    @property
+    def workers(self) -> Workers:
+        return self._context.workers
+
+    @property
+    def peer_name(self) -> str:
+        lane = self._lanes.get(0)
+        return lane.channel.peer if lane is not None else text(self.address)
+
+    @property
+    def trouble(self) -> str:
+        """Why it is not connected, to be appended to a message."""
+        return f": {self._trouble}" if self._trouble is not None else ""
+
+    @property
+    def path(self) -> DataPath:
+        """The path on which bytes come to this side."""
+        return self._paths[self._own_lane]
+
+    @property
+    def _own_lane(self) -> int:
+        return 0 if self.address is not None else 1
+
+    async def enter(self, pull: Pull) -> None:
+        """Take the link's slot, in order of arrival."""
+        if self._closed_with is not None:
+            raise fresh(self._closed_with)
+        await self._fifo.acquire()
+        self._active = pull
+
+    def leave(self, pull: Pull) -> None:
+        if self._active is pull:
+            self._active = None
+        self._fifo.release()
+
+    async def ready(self, deadline: Deadline) -> Lane:
+        """The connection to ask on, reconnecting first if need be. Fails fast when the peer is long gone."""
+        while self.state is not LinkState.READY:
+            if self._closed_with is not None:
+                raise fresh(self._closed_with)
+            self._poke.set()
+            trouble = await self._watch(deadline)
+            away = time.monotonic() - self._lost_at
+            if trouble is not None and away * 1000 > self._context.settings.reconnect_grace_ms:
+                raise fresh(trouble)
+        return self._lanes[self._own_lane]
+
+    def tell_done(self, done: frames.Done) -> None:
+        """Tell the source that a grant has landed, until it acknowledges or turns out to be another incarnation."""
+        self._unacknowledged[done.grant_id] = done
+        if self.state is LinkState.READY:
+            self._lanes[self._own_lane].post(done)
+
+    def quarantine(self, entry: Entry, settled: asyncio.Future[None], report: PullReport) -> None:
+        entry.quarantine(settled)
+        self._context.counters.add("regions_quarantined")
+        self._log.warning("region.quarantined", cache_id=entry.cache_id, pull_id=report.pull_id, peer=self.peer_name)
+
+    def broken(self, error: OSError) -> LLMException:
+        lane = self._lanes.get(self._own_lane)
+        if lane is not None and lane.lost.done():
+            return fresh(lane.lost.result())
+        return LLMException(
+            f"the transfer from {self.peer_name} broke: {error}",
+            status_code=LLMStatusCode.LLM_LINK_FAILED,
+            retry_safe=True,
+        )
+
+    # -- connecting -------------------------------------------------------------------------------------------------
+
+    async def connect(self, deadline: Deadline) -> None:
+        """Dial, greet, and open both connections. LLMException, OSError or asyncio.TimeoutError."""
+        assert self.address is not None
+        self.state = LinkState.CONNECTING
+        transport = next(t for t in self._context.transports if t.reaches(self.address))
+        lanes: list[Lane] = []
+        try:
+            async with deadline.scope():
+                peer = await self._open_lane(transport, lanes, token=b"", deadline=deadline)
+                if peer.cluster_id != self.cluster_id:
+                    raise LLMException(
+                        f"{text(self.address)} is cluster {peer.cluster_id}, not {self.cluster_id} as asked for",
+                        status_code=LLMStatusCode.LLM_LINK_FAILED,
+                    )
+                await self._open_lane(transport, lanes, token=peer.token, deadline=deadline)
+        except BaseException:
+            for lane in lanes:
+                lane.abort()
+            self.state = LinkState.POISONED if self.peer is not None else LinkState.NEW
+            raise
+        if self._closed_with is not None:  # closed while the last greeting was on its way
+            for lane in lanes:
+                lane.abort()
+            raise fresh(self._closed_with)
+        self._install(peer, dict(enumerate(lanes)), transport)
+
+    async def _open_lane(self, transport: Transport, lanes: list[Lane], *, token: bytes, deadline: Deadline) -> Peer:
+        assert self.address is not None
+        channel = await transport.dial(self.address)
+        lane = self._context.new_lane(channel, transport, dialer=True, lane=len(lanes), token=token)
+        lanes.append(lane)
+        return await lane.dial(deadline)
+
+    def adopt(self, peer: Peer, lanes: dict[int, Lane], transport: Transport) -> None:
+        """Take connections that the peer dialled."""
+        self._install(peer, lanes, transport)
+
+    def _install(self, peer: Peer, lanes: dict[int, Lane], transport: Transport) -> None:
+        if self.peer is not None and self.peer.incarnation != peer.incarnation:
+            self._reborn()
+        self._break()  # a peer that dials again has lost what it had, whether or not this side has noticed
+        dialer = self.address is not None
+        self.peer = peer
+        self._lanes = lanes
+        self._paths = {
+            number: transport.path(PathSeed(peer.token, number, dialer, self.address, self._context.workers))
+            for number in lanes
+        }
+        served = lanes[1 - self._own_lane]
+        self._server = self._context.serve(served, self._paths[1 - self._own_lane], peer, self._peer_left)
+        served.start(self._server.receive)
+        lanes[self._own_lane].start(self._receive)
+        for lane in lanes.values():
+            lane.lost.add_done_callback(partial(self._lane_lost, lane))
+        self.state, self._trouble = LinkState.READY, None
+        self._context.counters.add("links_up")
+        self._log.info("link.up", peer=self.peer_name, path=transport.name, dialled=dialer)
+        for done in self._unacknowledged.values():
+            lanes[self._own_lane].post(done)
+        self._notify(None)
+
+    def _reborn(self) -> None:
+        """The peer is another process now: what was promised to the old one means nothing to it."""
+        error = LLMException(
+            f"the peer {self.peer_name} was restarted (another incarnation); what it held is gone",
+            status_code=LLMStatusCode.LLM_LINK_FAILED,
+            retry_safe=True,
+        )
+        self._context.counters.add("incarnation_changes")
+        self._log.warning("link.incarnation_changed", peer=self.peer_name)
+        self._unacknowledged.clear()
+        self._fifo.fail_waiters(error)
+        if self._active is not None:
+            self._active.stop(error)
+
+    def _receive(self, message: Message, tail: bytes) -> None:
+        if isinstance(message, frames.DoneAck):
+            self._unacknowledged.pop(message.grant_id, None)
+            if not self._unacknowledged:
+                for flushed in self._flushed:
+                    if not flushed.done():
+                        flushed.set_result(None)
+        elif isinstance(message, frames.ByeAck) and self._bye is not None and not self._bye.done():
+            self._bye.set_result(None)
+            self.state = LinkState.CLOSED  # the peer hangs up now, which is no loss
+
+    # -- losing and regaining the connection ------------------------------------------------------------------------
+
+    def _lane_lost(self, lane: Lane, lost: asyncio.Future[LLMException]) -> None:
+        if self.state is not LinkState.READY or lane not in self._lanes.values():
+            return
+        self.state = LinkState.POISONED
+        self._lost_at = time.monotonic()
+        self._trouble = error = lost.result()
+        self._context.counters.add("links_lost")
+        self._log.warning("link.lost", peer=self.peer_name, reason=str(error))
+        self._break()
+        if self.address is not None:
+            self._reconnecting = asyncio.get_running_loop().create_task(self._reconnect(), name="kvpull-reconnect")
+        else:
+            asyncio.get_running_loop().call_later(_INCOMING_KEPT, self._not_back)
+
+    def _not_back(self) -> None:
+        if self.state is LinkState.POISONED:
+            self.refuse(LLMException(f"the peer is gone{self.trouble}", status_code=LLMStatusCode.LLM_NOT_YET_LINK))
+            self._context.gone(self)
+
+    def _break(self) -> None:
+        for lane in self._lanes.values():
+            lane.abort()
+        for path in self._paths.values():
+            path.abort()
+        if self._server is not None:
+            self._server.abort()
+
+    async def _reconnect(self) -> None:
+        """Try until it works or the link is closed, with growing pauses; a waiting pull cuts a pause short."""
+        pause = 0.0
+        while self._closed_with is None:
+            self._poke.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with Deadline.after_ms(pause * 1000 * random.uniform(0.5, 1.0)).scope():  # noqa: S311  (jitter)
+                    await self._poke.wait()
+            began = time.monotonic()
+            try:
+                await self.connect(Deadline.after_ms(self._context.settings.handshake_timeout_ms))
+                self._context.counters.add("reconnects")
+                return
+            except (LLMException, OSError, asyncio.TimeoutError) as error:
+                self._trouble = connect_error(error, text(self.address))
+                self._log.debug("link.reconnect_failed", peer=text(self.address), reason=str(self._trouble))
+                self._notify(self._trouble)
+            await asyncio.sleep(max(0.0, _BACKOFF[0] - (time.monotonic() - began)))
+            pause = min(_BACKOFF[1], max(_BACKOFF[0], pause * 2))
+
+    async def _watch(self, deadline: Deadline) -> LLMException | None:
+        """What the next attempt to connect comes to; for a link the peer dialled, whether it comes back."""
+        watcher: asyncio.Future[LLMException | None] = asyncio.get_running_loop().create_future()
+        self._watchers.add(watcher)
+        grace = self._context.settings.reconnect_grace_ms / 1000
+        bound = deadline if self.address is not None else deadline.sooner(grace)
+        try:
+            done, _ = await asyncio.wait([watcher], timeout=bound.remaining)
+        finally:
+            self._watchers.discard(watcher)
+        if done:
+            return watcher.result()
+        if deadline.expired:
+            raise asyncio.TimeoutError
+        return LLMException(
+            f"the peer {self.peer_name}, which dialled this link, is gone{self.trouble}",
+            status_code=LLMStatusCode.LLM_LINK_FAILED,
+            retry_safe=True,
+        )
+
+    def _notify(self, trouble: LLMException | None) -> None:
+        for watcher in self._watchers:
+            if not watcher.done():
+                watcher.set_result(trouble)
+
+    # -- checking and ending ----------------------------------------------------------------------------------------
+
+    async def check(self, deadline: Deadline) -> None:
+        """One round trip to the peer, beside the queue of pulls."""
+        async with deadline.scope():
+            lane = await self.ready(deadline)
+            await lane.ping(deadline)
+
+    async def say_goodbye(self, deadline: Deadline) -> None:
+        """Finish what is queued, flush acknowledgements, and have the peer drop its end too. OSError, LLMException or
+        asyncio.TimeoutError when the peer cannot be told.
+        """
+        async with deadline.scope():
+            await self._fifo.idle()
+            lane = await self.ready(deadline)
+            await self.flush(deadline)
+            self._bye = asyncio.get_running_loop().create_future()
+            await lane.send(frames.Bye())
+            await _first(self._bye, lane.lost)
+            if not self._bye.done():
+                raise fresh(lane.lost.result())
+
+    async def drain(self, deadline: Deadline) -> bool:
+        """Wait for the running pull; those that wait for it are not waited for."""
+        return await absorb([self._fifo.idle()], deadline)
+
+    async def flush(self, deadline: Deadline) -> bool:
+        """Wait, bounded, until the peer has acknowledged every DONE."""
+        if not self._unacknowledged or self.state is not LinkState.READY:
+            return not self._unacknowledged
+        flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._flushed.add(flushed)
+        try:
+            lane = self._lanes[self._own_lane]
+            await _first(flushed, lane.lost, timeout=deadline.remaining)
+            return flushed.done()
+        finally:
+            self._flushed.discard(flushed)
+
+    def refuse(self, error: LLMException) -> None:
+        """Accept no pull from now on; those that wait end with `error`."""
+        if self._closed_with is None:
+            self._closed_with = error
+            self._fifo.fail_waiters(error)
+
+    def reopen(self) -> None:
+        """Take back `refuse`: the goodbye failed and the link stays."""
+        self._closed_with = None
+
+    async def close(self, error: LLMException, deadline: Deadline) -> None:
+        """End the link and everything on it, and wait, bounded, until no thread or task of it is left."""
+        self.refuse(error)
+        tasks = [task for lane in self._lanes.values() for task in lane.tasks]
+        if self._active is not None:
+            self._active.stop(error)
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+            tasks.append(self._reconnecting)
+        self._notify(error)
+        await self.drain(deadline.sooner(self.settle_timeout))
+        self.state = LinkState.CLOSED
+        self._break()
+        self._log.info("link.closed", peer=self.peer_name, reason=str(error))
+        await absorb(tasks, deadline)
+        for path in self._paths.values():
+            await path.aclose(deadline)
+
+    def _peer_left(self) -> None:
+        """The peer said goodbye: drop this end too, without waiting for a pull that runs."""
+        error = LLMException(
+            f"the peer {self.peer_name} has unlinked", status_code=LLMStatusCode.LLM_NOT_YET_LINK, retry_safe=True
+        )
+        self.refuse(error)
+        self._context.gone(self)
+
+    def __repr__(self) -> str:
+        return f"<Link cluster={self.cluster_id} {self.peer_name} {self.state.value} {self._fifo!r}>"
+
+
+async def _first(
+    one: asyncio.Future[None], other: asyncio.Future[LLMException], *, timeout: float | None = None
+) -> None:
+    """Wait until either is done, or the timeout (s) is over."""
+    both: list[asyncio.Future[Any]] = [one, other]
+    await asyncio.wait(both, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

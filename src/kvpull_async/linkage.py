@@ -1,0 +1,81 @@
+"""What every link of an engine shares: states, identity, transports, how a lane is made, how a failed connection reads.
+
+It must not know how a link lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvpull_async._workers import Workers
+from kvpull_async.config import Settings
+from kvpull_async.lane import Lane
+from kvpull_async.observe import Counters, Log
+from kvpull_async.protocol.frames import Message
+from kvpull_async.protocol.session import Identity, Peer, Session
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+from kvpull_async.transport.base import Address, ControlChannel, DataPath, Transport
+
+__all__ = ["LinkContext", "LinkState", "Server", "connect_error", "text"]
+
+
+class LinkState(enum.Enum):
+    NEW = "new"
+    CONNECTING = "connecting"
+    READY = "ready"
+    POISONED = "poisoned"
+    CLOSED = "closed"
+
+
+class Server(Protocol):
+    """What answers the peer's requests on one lane."""
+
+    def receive(self, message: Message, tail: bytes) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LinkContext:
+    """What every link of an engine shares."""
+
+    identity: Identity
+    settings: Settings
+    log: Log
+    counters: Counters
+    workers: Workers
+    direct_memory: bool
+    transports: tuple[Transport, ...]
+    serve: Callable[[Lane, DataPath, Peer, Callable[[], None]], Server]
+    gone: Callable[[Any], None]
+
+    def new_lane(self, channel: ControlChannel, transport: Transport, *, dialer: bool, lane: int, token: bytes) -> Lane:
+        identity = Identity(
+            self.identity.cluster_id, self.identity.incarnation, (transport.name,), self.identity.secret
+        )
+        return Lane(
+            channel,
+            Session(identity, dialer=dialer, lane=lane, token=token),
+            log=self.log,
+            heartbeat=self.settings.heartbeat_interval_ms / 1000,
+            silence=self.settings.heartbeat_timeout_ms / 1000,
+        )
+
+
+def connect_error(error: BaseException, where: str) -> LLMException:
+    """Why a connection could not be made, with the status that says whether waiting or looking helps."""
+    if isinstance(error, LLMException):
+        return error
+    if isinstance(error, asyncio.TimeoutError):
+        return LLMTimeoutError(f"{where} did not answer in time", retry_safe=True)
+    known = LLMException(f"{where}: {error}", status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)
+    known.__cause__ = error
+    return known
+
+
+def text(address: Address | None) -> str:
+    return "a peer that dialled this side" if address is None else f"{address[0]}:{address[1]}"

@@ -1,0 +1,325 @@
+"""All links of an engine: dialling, accepting, finding, unlinking. It must not know managers, caches or pulls.
+
+Links that this side dialled are found by the cluster id asked for; those that peers dialled are kept by incarnation,
+since several peers may use one id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+import anyio
+
+from kvpull_async._deadline import Deadline, absorb
+from kvpull_async.lane import Lane
+from kvpull_async.link import Link
+from kvpull_async.linkage import LinkContext, LinkState, connect_error
+from kvpull_async.protocol.session import Peer
+from kvpull_async.serve import PeerRecord
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+from kvpull_async.transport.base import Address, ControlChannel, Transport
+
+__all__ = ["Codes", "Links", "Target"]
+
+_RECORDS: Final = 1024
+_RETRY_PAUSE: Final = 0.05
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What the two modes answer differently."""
+
+    timeout: LLMStatusCode
+    repeated: LLMStatusCode
+    unknown_unlink: LLMStatusCode
+    unreachable_unlink: LLMStatusCode
+
+
+@dataclass(frozen=True)
+class Target:
+    """A remote cluster as `link_clusters` was given it; `address` is None when it was not given exactly one."""
+
+    cluster_id: int
+    address: Address | None
+
+
+@dataclass
+class _Half:
+    """A link of which the first connection has been greeted and the second has not come yet."""
+
+    peer: Peer
+    lane: Lane
+    transport: Transport
+
+
+class Links:
+    def __init__(self, context: LinkContext, codes: Codes) -> None:
+        self._context = context
+        self._codes = codes
+        self._dialled: dict[int, Link] = {}
+        self._dialling: set[int] = set()
+        self._incoming: dict[bytes, Link] = {}
+        self._halves: dict[bytes, _Half] = {}
+        self._records: OrderedDict[bytes, PeerRecord] = OrderedDict()
+        self._arrivals: set[asyncio.Future[None]] = set()
+        self._closings: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    # -- finding ----------------------------------------------------------------------------------------------------
+
+    def find(self, cluster_id: int) -> Link | None:
+        """The link to a cluster: the one dialled here, else the youngest that a peer of that id dialled."""
+        dialled = self._dialled.get(cluster_id)
+        if dialled is not None:
+            return dialled
+        theirs = [link for link in self._incoming.values() if link.cluster_id == cluster_id]
+        return max(theirs, key=lambda link: (link.state is LinkState.READY, link.created), default=None)
+
+    def record(self, incarnation: bytes) -> PeerRecord:
+        record = self._records.setdefault(incarnation, PeerRecord())
+        self._records.move_to_end(incarnation)
+        while len(self._records) > _RECORDS:
+            self._records.popitem(last=False)
+        return record
+
+    def all(self) -> list[Link]:
+        return [*self._dialled.values(), *self._incoming.values()]
+
+    # -- dialling ---------------------------------------------------------------------------------------------------
+
+    async def link(self, targets: list[Target], deadline: Deadline) -> list[LLMStatusCode]:
+        """Dial all at once; one code per target, in order. Failures are codes, never exceptions."""
+        return await _each(targets, lambda target: self._link(target, deadline))
+
+    async def _link(self, target: Target, deadline: Deadline) -> LLMStatusCode:
+        cluster_id = target.cluster_id
+        if target.address is None:
+            return self._failed(target, "needs exactly one remote ip", LLMStatusCode.LLM_PARAM_INVALID)
+        if cluster_id in self._dialling:
+            return self._failed(target, "is being linked already", self._codes.repeated)
+        held = self.find(cluster_id)
+        if held is not None and (held.address is not None or held.state is LinkState.READY):
+            return self._failed(target, f"is linked already ({held!r})", LLMStatusCode.LLM_ALREADY_LINK)
+        if len(self.all()) >= self._context.settings.max_links:
+            limit = f"would exceed {self._context.settings.max_links} links"
+            return self._failed(target, limit, LLMStatusCode.LLM_LINK_FAILED)
+        self._dialling.add(cluster_id)
+        try:
+            return await self._dial(target, deadline)
+        finally:
+            self._dialling.discard(cluster_id)
+
+    async def _dial(self, target: Target, deadline: Deadline) -> LLMStatusCode:
+        link = Link(self._context, target.cluster_id, target.address)
+        tries = self._context.settings.link_retry_count
+        for attempt in range(1, tries + 1):
+            try:
+                await link.connect(deadline)
+            except (LLMException, OSError, asyncio.TimeoutError) as raised:
+                error = connect_error(raised, _text(target))
+                if error.status_code == LLMStatusCode.LLM_ALREADY_LINK:
+                    return await self._wait_for(target, error, deadline)
+                if attempt == tries or deadline.expired:
+                    return self._failed(target, str(error), self._code_of(error))
+                await asyncio.sleep(min(_RETRY_PAUSE, deadline.remaining))
+            else:
+                break
+        if self._closed:
+            await link.close(_finalized(), Deadline.after_ms(100))
+            return LLMStatusCode.LLM_ENGINE_FINALIZED
+        self._dialled[target.cluster_id] = link
+        return LLMStatusCode.LLM_SUCCESS
+
+    async def _wait_for(self, target: Target, error: LLMException, deadline: Deadline) -> LLMStatusCode:
+        """Both sides dialled at once and the peer's connection is the one that counts."""
+        while not deadline.expired:
+            found = self.find(target.cluster_id)
+            if found is not None and found.state is LinkState.READY:
+                return LLMStatusCode.LLM_SUCCESS
+            arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._arrivals.add(arrival)
+            try:
+                await asyncio.wait([arrival], timeout=deadline.remaining)
+            finally:
+                self._arrivals.discard(arrival)
+        return self._failed(target, str(error), LLMStatusCode.LLM_ALREADY_LINK)
+
+    def _code_of(self, error: LLMException) -> LLMStatusCode:
+        return self._codes.timeout if isinstance(error, LLMTimeoutError) else LLMStatusCode(error.status_code)
+
+    def _failed(self, target: Target, reason: str, status: LLMStatusCode) -> LLMStatusCode:
+        self._context.counters.add("links_failed")
+        self._context.log.warning(
+            "link.failed", cluster_id=target.cluster_id, peer=_text(target), status=status.name, reason=reason
+        )
+        return status
+
+    # -- accepting --------------------------------------------------------------------------------------------------
+
+    async def accept(self, transport: Transport, channel: ControlChannel) -> None:
+        """Greet a control channel that a peer opened, and make it half a link or complete one."""
+        timeout = self._context.settings.handshake_timeout_ms
+        lane = self._context.new_lane(channel, transport, dialer=False, lane=0, token=b"")
+        try:
+            peer = await lane.accept(Deadline.after_ms(timeout))
+            kept = await self._admit(peer, lane, transport)
+        except (LLMException, OSError, asyncio.TimeoutError) as error:
+            self._context.counters.add("links_rejected")
+            reason = str(error) or f"no greeting within {timeout} ms"
+            self._context.log.warning("link.rejected", peer=channel.peer, reason=reason)
+            kept = False
+        except BaseException:
+            lane.abort()
+            raise
+        if not kept:
+            lane.abort()
+
+    async def _admit(self, peer: Peer, lane: Lane, transport: Transport) -> bool:
+        if peer.lane == 0:
+            refusal = self._refusal(peer)
+            if refusal is not None:
+                await lane.reject(*refusal)
+                raise LLMException(refusal[1], status_code=refusal[0])
+            token = secrets.token_bytes(16)
+            half = _Half(lane.welcome(token=token, path=transport.name), lane, transport)
+            self._halves[token] = half
+            timeout = self._context.settings.handshake_timeout_ms / 1000
+            asyncio.get_running_loop().call_later(timeout, self._drop_half, token)
+            return True
+        half_link = self._halves.pop(peer.token, None)
+        if half_link is None or half_link.peer.incarnation != peer.incarnation:
+            reason = "the second connection of a link that does not exist"
+            await lane.reject(LLMStatusCode.LLM_LINK_FAILED, reason)
+            raise LLMException(reason, status_code=LLMStatusCode.LLM_LINK_FAILED)
+        lane.welcome(token=peer.token, path=transport.name)
+        self._install(half_link, lane)
+        return True
+
+    def _refusal(self, peer: Peer) -> tuple[LLMStatusCode, str] | None:
+        """Why a peer may not link now; None when it may."""
+        if self._closed:
+            return LLMStatusCode.LLM_ENGINE_FINALIZED, "this engine is being finalized"
+        own = self._context.identity.incarnation
+        ours = self._dialled.get(peer.cluster_id)
+        theirs = ours.peer.incarnation if ours is not None and ours.peer is not None else own
+        if ours is not None and theirs == peer.incarnation != own and ours.state is LinkState.READY:
+            return LLMStatusCode.LLM_ALREADY_LINK, "this side has dialled the same peer already"
+        if peer.cluster_id in self._dialling and own > peer.incarnation:
+            return LLMStatusCode.LLM_ALREADY_LINK, "both sides dial at once; this side's connection counts"
+        if len(self.all()) + len(self._halves) >= self._context.settings.max_links:
+            return LLMStatusCode.LLM_LINK_FAILED, f"this engine has {self._context.settings.max_links} links already"
+        return None
+
+    def _drop_half(self, token: bytes) -> None:
+        half = self._halves.pop(token, None)
+        if half is not None:
+            half.lane.abort("the link's second connection did not come")
+
+    def _install(self, half: _Half, lane: Lane) -> None:
+        peer = half.peer
+        for incarnation, old in list(self._incoming.items()):
+            if (
+                old.cluster_id == peer.cluster_id
+                and incarnation != peer.incarnation
+                and old.state is not LinkState.READY
+            ):
+                self._end(old, "the peer was restarted")  # a restarted peer replaces its dead link
+        link = self._incoming.get(peer.incarnation)
+        if link is None:
+            link = self._incoming[peer.incarnation] = Link(self._context, peer.cluster_id, None)
+        link.adopt(peer, {0: half.lane, 1: lane}, half.transport)
+        for arrival in self._arrivals:
+            if not arrival.done():
+                arrival.set_result(None)
+
+    # -- ending -----------------------------------------------------------------------------------------------------
+
+    async def unlink(self, targets: list[Target], deadline: Deadline, *, force: bool) -> list[LLMStatusCode]:
+        return await _each(targets, lambda target: self._unlink(target, deadline, force=force))
+
+    async def _unlink(self, target: Target, deadline: Deadline, *, force: bool) -> LLMStatusCode:
+        link = self.find(target.cluster_id)
+        if link is None:
+            return self._codes.unknown_unlink
+        error = LLMException(
+            f"cluster {target.cluster_id} was unlinked", status_code=LLMStatusCode.LLM_NOT_YET_LINK, retry_safe=True
+        )
+        link.refuse(error)
+        if force:
+            await link.drain(deadline.sooner(self._context.settings.settle_timeout_ms / 1000))
+        else:
+            try:
+                await link.say_goodbye(deadline)
+            except (LLMException, OSError, asyncio.TimeoutError) as raised:
+                link.reopen()
+                known = connect_error(raised, _text(target))
+                timed_out = isinstance(known, LLMTimeoutError)
+                status = self._codes.timeout if timed_out else self._codes.unreachable_unlink
+                return self._failed(target, f"could not be told to unlink: {known}", status)
+        self.forget(link)
+        await link.close(error, Deadline.after_ms(self._context.settings.settle_timeout_ms))
+        return LLMStatusCode.LLM_SUCCESS
+
+    def forget(self, link: Link) -> None:
+        if self._dialled.get(link.cluster_id) is link:
+            del self._dialled[link.cluster_id]
+        if link.peer is not None and self._incoming.get(link.peer.incarnation) is link:
+            del self._incoming[link.peer.incarnation]
+
+    def gone(self, link: Link) -> None:
+        """The link ended from the peer's side, or was given up."""
+        self._end(link, "the peer has gone")
+
+    def _end(self, link: Link, reason: str) -> None:
+        self.forget(link)
+        error = LLMException(reason, status_code=LLMStatusCode.LLM_NOT_YET_LINK, peer=link.peer_name, retry_safe=True)
+        bound = Deadline.after_ms(self._context.settings.close_timeout_ms)
+        task = asyncio.get_running_loop().create_task(link.close(error, bound), name="kvpull-close-link")
+        self._closings.add(task)
+        task.add_done_callback(self._closings.discard)
+
+    async def close(self, deadline: Deadline) -> None:
+        """Finalize: end every link, after its acknowledgements had a bounded chance to be heard."""
+        self._closed = True
+        for token in list(self._halves):
+            self._drop_half(token)
+        links = self.all()
+        for link in links:
+            link.refuse(_finalized())
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(self._close(link, deadline), name="kvpull-close-link") for link in links]
+        await absorb([*tasks, *self._closings], deadline)
+        self._dialled.clear()
+        self._incoming.clear()
+
+    async def _close(self, link: Link, deadline: Deadline) -> None:
+        await link.flush(deadline.sooner(0.5))
+        await link.close(_finalized(), deadline)
+
+    def __repr__(self) -> str:
+        return f"<Links dialled={len(self._dialled)} incoming={len(self._incoming)} half={len(self._halves)}>"
+
+
+async def _each(targets: list[Target], one: Callable[[Target], Awaitable[LLMStatusCode]]) -> list[LLMStatusCode]:
+    codes = [LLMStatusCode.LLM_FAILED] * len(targets)
+
+    async def run(index: int) -> None:
+        codes[index] = await one(targets[index])
+
+    async with anyio.create_task_group() as group:
+        for index in range(len(targets)):
+            group.start_soon(run, index)
+    return codes
+
+
+def _finalized() -> LLMException:
+    return LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+
+
+def _text(target: Target) -> str:
+    return "no address" if target.address is None else f"{target.address[0]}:{target.address[1]}"

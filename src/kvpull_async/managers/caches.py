@@ -1,0 +1,212 @@
+"""Making, finding and releasing local caches, and copying between them. It must not know links or peers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from kvpull_async import plan
+from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._workers import Job
+from kvpull_async.managers.dialect import Dialect
+from kvpull_async.managers.node import Node
+from kvpull_async.memory.base import Allocation, copy_batches
+from kvpull_async.registry import Entry
+from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.values import BlocksCacheKey, CacheDesc, CacheKey, LLMRole, Placement
+from kvpull_async.values._check import instance, integers, require
+
+__all__ = ["allocate", "check_prompt_keys", "checked_keys", "copy", "local", "register", "release"]
+
+_RANK_LIMIT: Final = 32
+
+
+def checked_keys(keys: object) -> list[CacheKey]:
+    items: Sequence[Any] = instance("cache_keys", keys, list, tuple)
+    return [instance(f"cache_keys[{i}]", key, CacheKey) for i, key in enumerate(items)]
+
+
+def checked_addresses(desc: CacheDesc, addrs: object) -> list[int]:
+    checked = integers("addrs", addrs, low=0, high=2**64 - 1, kinds=(list,))
+    require(bool(checked), "addrs must not be empty")
+    require(len(checked) == desc.num_tensors, f"addrs has {len(checked)} addresses for {desc.num_tensors} tensors")
+    require(all(checked), "addrs must not hold the address 0")
+    return checked
+
+
+def check_layout(desc: CacheDesc) -> None:
+    """LLM-DataDist documentation: at least one tensor, rank 1 to 31, every dimension above 0, no overflow."""
+    require(desc.num_tensors > 0, "cache_desc.num_tensors must be above 0")
+    shape = list(desc.shape)
+    require(len(shape) < _RANK_LIMIT, f"cache_desc.shape has rank {len(shape)}, at most {_RANK_LIMIT - 1} is allowed")
+    require(min(shape) > 0, f"cache_desc.shape must hold dimensions above 0, got {shape}")
+    require(desc.size * desc.num_tensors < 2**63, "cache_desc describes more than 2**63 bytes")
+
+
+def check_prompt_keys(node: Node, dialect: Dialect, keys: Sequence[object]) -> None:
+    if dialect.prompt_keys_only and keys:
+        require(node.role is LLMRole.PROMPT, f"cache keys are for role PROMPT, this node is {node.role.name}")
+
+
+async def allocate(
+    node: Node,
+    dialect: Dialect,
+    desc: CacheDesc,
+    *,
+    keys: Sequence[CacheKey] = (),
+    blocks_key: BlocksCacheKey | None = None,
+    blocks: bool = False,
+) -> Entry:
+    """Memory from the backend, on a worker since it takes time; the keys are checked before and after."""
+    registry = node.registry
+    registry.drain_drops()
+    check_layout(desc)
+    _check_keys(node, dialect, desc, keys)
+    size, placement = desc.size, desc.placement
+    allocation = await _in_worker(
+        node,
+        lambda: registry.backend.allocate(tensors=desc.num_tensors, tensor_nbytes=size, placement=placement),
+        registry.backend.free,
+        dialect,
+    )
+    try:
+        _check_keys(node, dialect, desc, keys)
+    except LLMException:
+        registry.backend.free(allocation)
+        raise
+    entry = registry.add(desc, allocation.regions, blocks=blocks, allocation=allocation)
+    registry.bind(entry, keys)
+    if blocks_key is not None:
+        registry.bind_blocks(entry, blocks_key)
+    node.log.debug("cache.allocated", cache_id=entry.cache_id, bytes=allocation.nbytes, keys=len(keys))
+    return entry
+
+
+def _check_keys(node: Node, dialect: Dialect, desc: CacheDesc, keys: Sequence[CacheKey]) -> None:
+    try:
+        node.registry.check_keys(desc, keys)
+    except LLMException as error:
+        if "bound to another" in str(error):
+            raise LLMException(*error.args, status_code=dialect.key_bound_status) from error
+        raise
+
+
+async def _in_worker(
+    node: Node, make: Callable[[], Allocation], undo: Callable[[Allocation], None], dialect: Dialect
+) -> Allocation:
+    """Run `make` on a worker. When the caller is cancelled meanwhile, what it makes is given back."""
+    job = asyncio.get_running_loop().run_in_executor(node.workers, make)
+    try:
+        return await asyncio.shield(job)
+    except asyncio.CancelledError:
+        job.add_done_callback(lambda made: None if made.cancelled() or made.exception() else undo(made.result()))
+        raise
+    except LLMException as error:
+        if error.status_code == LLMStatusCode.LLM_OUT_OF_MEMORY:
+            raise LLMException(*error.args, status_code=dialect.out_of_memory_status) from error
+        raise
+
+
+def register(
+    node: Node,
+    desc: CacheDesc,
+    addrs: object,
+    *,
+    keys: Sequence[CacheKey] = (),
+    blocks_key: BlocksCacheKey | None = None,
+    blocks: bool = False,
+    remote_accessible: object = None,
+) -> Entry:
+    """Memory of the caller, by address. It is not touched, and stays the caller's until `unregister_cache` returned."""
+    checked = checked_addresses(desc, addrs)
+    check_layout(desc)
+    if remote_accessible is not None and not isinstance(remote_accessible, bool):
+        raise TypeError(f"remote_accessible must be a bool or None, got {type(remote_accessible).__name__}")
+    accessible = desc.placement is Placement.DEVICE if remote_accessible is None else remote_accessible
+    require(len(keys) <= desc.entries, f"cache_keys: {len(keys)} keys for {desc.entries} batch entries")
+    registry = node.registry
+    regions = registry.backend.adopt(checked, tensor_nbytes=desc.size, placement=desc.placement)
+    entry = registry.add(desc, regions, blocks=blocks, remote_accessible=accessible)
+    registry.bind(entry, keys)
+    if blocks_key is not None:
+        registry.bind_blocks(entry, blocks_key)
+    node.log.debug("cache.registered", cache_id=entry.cache_id, keys=len(keys))
+    return entry
+
+
+async def release(node: Node, cache_id: int) -> None:
+    """Give up the id. Returns when nothing uses the memory any more: transfers are waited for (bounded), then cut.
+
+    Keys of an allocated cache keep its memory; then there is nothing to wait for but transfers into it.
+    LLM_TIMEOUT with `destination_unsafe` when a transfer cannot be stopped: the memory is still being written.
+    """
+    entry = node.registry.find(cache_id)
+    if entry is None:
+        return
+    if entry.alive:
+        node.registry.release(entry)
+    if entry.referenced or not entry.busy:
+        return
+    patience = node.settings.settle_timeout_ms / 1000
+    if await entry.idle(Deadline.after_ms(patience * 1000)):
+        return
+    entry.cut_pins()
+    if not await entry.idle(Deadline.after_ms(patience * 1000)):
+        raise LLMException(
+            f"cache {cache_id} is still being written by a transfer that cannot be stopped; do not free its memory",
+            status_code=LLMStatusCode.LLM_TIMEOUT,
+            destination_unsafe=True,
+            retry_safe=True,
+        )
+
+
+def local(node: Node, cache_id: int) -> Entry:
+    entry = node.registry.local(cache_id)
+    if entry is None:
+        raise LLMException(
+            f"cache {cache_id} does not exist on this node", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        )
+    return entry
+
+
+async def copy(node: Node, dst: Entry, src: Entry, *, dst_index: int, src_index: int, offset: int, size: int) -> None:
+    """Copy one batch entry of every tensor. A cancelled call returns once the running piece has ended."""
+    require(
+        src.desc.num_tensors == dst.desc.num_tensors,
+        f"src has {src.desc.num_tensors} tensors, dst {dst.desc.num_tensors}",
+    )
+    require(src_index < src.desc.entries, f"src_batch_index {src_index}: src has {src.desc.entries} batch entries")
+    require(dst_index < dst.desc.entries, f"dst_batch_index {dst_index}: dst has {dst.desc.entries} batch entries")
+    shorter = min(src.entry_nbytes, dst.entry_nbytes)
+    require(offset == 0 or offset < shorter, f"offset {offset} must be below the entries' {shorter} bytes")
+    nbytes = src.entry_nbytes - offset if size == -1 else size
+    require(offset + nbytes <= shorter, f"{nbytes} bytes from offset {offset} on do not fit {shorter} bytes")
+    tensors = range(src.desc.num_tensors)
+    segments = partial(plan.entry_segments, tensors, offset=offset, size=nbytes)
+    await _copy(
+        node,
+        (src, segments(entry=src_index, entry_nbytes=src.entry_nbytes)),
+        (dst, segments(entry=dst_index, entry_nbytes=dst.entry_nbytes)),
+    )
+
+
+async def _copy(node: Node, source: tuple[Entry, plan.Segments], destination: tuple[Entry, plan.Segments]) -> None:
+    (src, reading), (dst, writing) = source, destination
+    if dst.quarantined:
+        await dst.idle(Deadline.after_ms(node.settings.settle_timeout_ms), writers_only=True)
+    backend = node.registry.backend
+    steps = copy_batches(backend.lending(src.regions, reading), backend.landing(dst.regions, writing))
+    job = Job(node.workers, steps)
+    pins = [src.pin(job.abort), dst.pin(job.abort)]
+    try:
+        await asyncio.shield(job.done)
+    except BaseException:
+        job.abort()
+        if not await absorb([job.settled], Deadline.after_ms(node.settings.settle_timeout_ms)):
+            dst.quarantine(job.settled)
+        raise
+    finally:
+        for pin in pins:
+            pin.release()

@@ -1,0 +1,208 @@
+"""Every public operation of both managers, as a checked step that a face runs on the core.
+
+The checks that need no table run at once, on the caller's thread. It must not wait, and must not know the faces.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+from kvpull_async._deadline import NEVER, Deadline
+from kvpull_async.managers import caches, checks, pulls
+from kvpull_async.managers.dialect import Dialect
+from kvpull_async.managers.node import Node
+from kvpull_async.observe import PullReport
+from kvpull_async.registry import Entry
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+from kvpull_async.values import BlocksCacheKey, Cache, CacheDesc, CacheKey, KvCache, LLMRole, Tensor, TensorDesc
+from kvpull_async.values._check import instance, int32, int64, require, uint32, uint64
+
+__all__ = ["Manager", "Operation", "not_enabled"]
+
+T = TypeVar("T")
+Handle = Cache | KvCache
+
+
+@dataclass(frozen=True)
+class Operation(Generic[T]):
+    """`start` makes the coroutine that runs on the core. A pull has a report, and the handle it fills."""
+
+    start: Callable[[], Coroutine[Any, Any, T]]
+    report: PullReport | None = None
+    cache: Handle | None = None
+
+
+class Manager:
+    """One per manager of the public API; `wrap` makes its kind of handle."""
+
+    def __init__(self, node: Node, dialect: Dialect, wrap: Callable[[Entry], Any]) -> None:
+        self._node = node
+        self._dialect = dialect
+        self._wrap = wrap
+
+    # -- pulls ------------------------------------------------------------------------------------------------------
+
+    def pull_cache(
+        self, cache_key: object, cache: object, batch_index: object, size: object, options: dict[str, Any]
+    ) -> Operation[None]:
+        given = pulls.draft(self._node, self._dialect, cache_key, cache, options)
+        given.batch_index, given.size = batch_index, size
+        return self._pull(pulls.prepare_cache(self._dialect, given))
+
+    def pull_blocks(
+        self, key: object, cache: object, src_blocks: object, dst_blocks: object, options: dict[str, Any]
+    ) -> Operation[None]:
+        given = pulls.draft(self._node, self._dialect, key, cache, options)
+        return self._pull(pulls.prepare_blocks(given, src_blocks, dst_blocks))
+
+    def _pull(self, prepared: pulls.Prepared) -> Operation[None]:
+        return Operation(lambda: pulls.run(self._node, self._dialect, prepared), prepared.report, prepared.draft.cache)
+
+    # -- making and releasing ---------------------------------------------------------------------------------------
+
+    def allocate_cache(self, cache_desc: object, cache_keys: object) -> Operation[Any]:
+        desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
+        keys = caches.checked_keys(cache_keys)
+        caches.check_prompt_keys(self._node, self._dialect, keys)
+        return self._made(lambda: caches.allocate(self._node, self._dialect, desc, keys=keys))
+
+    def allocate_blocks_cache(self, cache_desc: object, blocks_cache_key: object) -> Operation[Any]:
+        desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
+        key = _optional_blocks_key(blocks_cache_key)
+        caches.check_prompt_keys(self._node, self._dialect, [key] if key is not None else [])
+        return self._made(lambda: caches.allocate(self._node, self._dialect, desc, blocks_key=key, blocks=True))
+
+    def register_cache(
+        self, cache_desc: object, addrs: object, cache_keys: object, remote_accessible: object
+    ) -> Operation[Any]:
+        desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
+        addresses = list(instance("addrs", addrs, list))
+        keys = caches.checked_keys(cache_keys)
+        return self._registered(desc, addresses, keys=keys, remote_accessible=remote_accessible)
+
+    def register_blocks_cache(
+        self, cache_desc: object, addrs: object, blocks_cache_key: object, remote_accessible: object
+    ) -> Operation[Any]:
+        desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
+        addresses = list(instance("addrs", addrs, list))
+        key = _optional_blocks_key(blocks_cache_key)
+        return self._registered(desc, addresses, blocks_key=key, blocks=True, remote_accessible=remote_accessible)
+
+    def _registered(self, desc: CacheDesc, addresses: list[Any], **options: Any) -> Operation[Any]:
+        async def run() -> Entry:
+            return caches.register(self._node, desc, addresses, **options)
+
+        return self._made(run)
+
+    def _made(self, make: Callable[[], Coroutine[Any, Any, Entry]]) -> Operation[Any]:
+        async def run() -> Any:
+            return self._wrap(await make())
+
+        return Operation(run)
+
+    def deallocate(self, cache: object, *, blocks: bool | None) -> Operation[None]:
+        """Unknown ids are harmless. `blocks` is the kind the caller's method is for; None accepts both."""
+        handle: Any = instance("cache", cache, Cache, KvCache)
+        kind = getattr(handle, "is_blocks_cache", blocks)
+        require(
+            blocks is None or kind == blocks, f"cache is {'a' if kind else 'not a'} blocks cache; use the other call"
+        )
+
+        async def run() -> None:
+            entry = self._node.registry.local(handle.cache_id)
+            if entry is None or not entry.registered:
+                await caches.release(self._node, handle.cache_id)
+            handle._release()
+
+        return Operation(run, cache=handle)
+
+    def unregister_cache(self, cache_id: object) -> Operation[None]:
+        number = int64("cache_id", cache_id)
+
+        async def run() -> None:
+            entry = self._node.registry.find(number)
+            if entry is None or entry.registered:
+                await caches.release(self._node, number)
+
+        return Operation(run)
+
+    def remove_cache_key(self, cache_key: object) -> Operation[None]:
+        key = instance("cache_key", cache_key, CacheKey)
+        if self._dialect.prompt_keys_only:
+            require(
+                self._node.role is LLMRole.PROMPT, f"remove_cache_key is for role PROMPT, not {self._node.role.name}"
+            )
+
+        async def run() -> None:
+            self._node.registry.remove_key(key)
+
+        return Operation(run)
+
+    # -- copies and views -------------------------------------------------------------------------------------------
+
+    def copy_cache(
+        self, dst: object, src: object, dst_batch_index: object, src_batch_index: object, offset: object, size: object,
+        req_id: object,
+    ) -> Operation[None]:  # fmt: skip
+        dst_handle: Any = instance("dst", dst, Cache, KvCache)
+        src_handle: Any = instance("src", src, Cache, KvCache)
+        dst_index = uint32("dst_batch_index", dst_batch_index)
+        src_index = uint32("src_batch_index", src_batch_index)
+        start, nbytes = uint64("offset", offset), int64("size", size)
+        for name, handle in (("src", src_handle), ("dst", dst_handle)):
+            require(not getattr(handle, "is_blocks_cache", False), f"{name} is a blocks cache")
+        require(nbytes == -1 or nbytes > 0, f"size must be -1 or above 0 (bytes), got {nbytes}")
+        if req_id is not None:
+            uint64("req_id", req_id)
+
+        async def run() -> None:
+            source = caches.local(self._node, src_handle.cache_id)
+            target = caches.local(self._node, dst_handle.cache_id)
+            await caches.copy(
+                self._node, target, source, dst_index=dst_index, src_index=src_index, offset=start, size=nbytes
+            )
+
+        return Operation(run, cache=dst_handle)
+
+    def get_cache_tensors(self, cache: object, tensor_index: object) -> list[Tensor]:
+        """Plain in both faces: a view, without a copy and without a crossing."""
+        handle: Any = instance("kv_cache", cache, KvCache, Cache)
+        index = int32("tensor_index", tensor_index)
+        desc = handle.cache_desc
+        require(0 <= index < desc.num_tensors, f"tensor_index must be in 0..{desc.num_tensors - 1}, got {index}")
+        if handle._binding is None:
+            raise LLMException(
+                f"cache {handle.cache_id} was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+            )
+        view = handle._binding.views()[index]
+        return [Tensor.from_buffer(view, TensorDesc(desc.data_type, list(desc.shape)))]
+
+    def settled(self, cache: object, timeout: object) -> Operation[None]:
+        handle: Any = instance("cache", cache, Cache, KvCache)
+        deadline = NEVER if timeout is None else Deadline.after_ms(checks.timeout_ms("timeout", timeout))
+
+        async def run() -> None:
+            entry = self._node.registry.find(handle.cache_id)
+            if entry is not None and not await entry.idle(deadline, writers_only=True):
+                raise LLMTimeoutError(
+                    f"cache {handle.cache_id} is still quarantined",
+                    status_code=self._dialect.timeout_status,
+                    destination_unsafe=True,
+                    retry_safe=True,
+                )
+
+        return Operation(run)
+
+
+def _optional_blocks_key(key: object) -> BlocksCacheKey | None:
+    return None if key is None else instance("blocks_cache_key", key, BlocksCacheKey)
+
+
+def not_enabled(name: str) -> NoReturn:
+    """For names of the original that exist here before their time; they never pretend to succeed."""
+    raise LLMException(
+        f"{name} is not available in this version of kvpull", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    )

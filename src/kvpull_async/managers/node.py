@@ -1,0 +1,28 @@
+"""What the managers of one engine share. It must not contain behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvpull_async._workers import Workers
+from kvpull_async.config import Settings
+from kvpull_async.link import Link
+from kvpull_async.observe import Counters, Log
+from kvpull_async.registry import Registry
+from kvpull_async.values import LLMRole
+
+__all__ = ["Node"]
+
+
+@dataclass
+class Node:
+    """`role` changes with `switch_role`; the rest is fixed from `init` to `finalize`."""
+
+    role: LLMRole
+    settings: Settings
+    registry: Registry
+    workers: Workers
+    counters: Counters
+    log: Log
+    find_link: Callable[[int], Link | None]

@@ -1,0 +1,282 @@
+"""A pull from its arguments to the link: what is checked here, what is asked of the source, where the bytes land.
+
+It must not wait for anything but the link; how a pull runs and ends is the business of `kvpull_async.pull`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpull_async import plan
+from kvpull_async._deadline import Deadline
+from kvpull_async.managers import checks
+from kvpull_async.managers.checks import PullDraft, invalid
+from kvpull_async.managers.dialect import Dialect
+from kvpull_async.managers.node import Node
+from kvpull_async.memory.base import Batches, planned
+from kvpull_async.observe import PullReport, new_pull_id
+from kvpull_async.protocol import frames
+from kvpull_async.pull import Pull, Wanted
+from kvpull_async.registry import Entry
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+from kvpull_async.values import BlocksCacheKey, CacheKey
+
+__all__ = ["Prepared", "draft", "prepare_blocks", "prepare_cache", "run"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked pull with its deadline, ready to cross to the core."""
+
+    draft: PullDraft
+    deadline: Deadline
+    report: PullReport
+
+
+def draft(node: Node, dialect: Dialect, key: object, cache: object, options: dict[str, Any]) -> PullDraft:
+    return PullDraft(
+        key=key,
+        cache=cache,
+        batch_index=0,
+        size=-1,
+        options=options,
+        role=node.role,
+        decoder_only=dialect.decoder_pulls_only,
+        remote_access=dialect.knows_remote_access and node.settings.remote_cache_access,
+        default_timeout_ms=node.settings.sync_kv_timeout_ms,
+    )
+
+
+def prepare_cache(dialect: Dialect, given: PullDraft) -> Prepared:
+    """The checks that need no table, on the caller's thread. Raises the original's exceptions in its order."""
+    checks.known_names("pull_cache", given.options, checks.PULL_NAMES)
+    for check in dialect.pull_checks:
+        check(given)
+    return _prepared("pull_cache", given)
+
+
+def prepare_blocks(given: PullDraft, src_blocks: object, dst_blocks: object) -> Prepared:
+    checks.known_names("pull_blocks", given.options, checks.BLOCKS_NAMES)
+    checks.role(given)
+    checks.block_keys(given)
+    checks.cache_type(given)
+    checks.block_lists(given, src_blocks, dst_blocks)
+    checks.tensors_per_layer(given)
+    checks.block_rules(given)
+    checks.layer_ranges(given)
+    checks.call_options(given)
+    return _prepared("pull_blocks", given)
+
+
+def _prepared(operation: str, given: PullDraft) -> Prepared:
+    report = PullReport(operation, new_pull_id(), given.traceparent, given.key.cluster_id)
+    return Prepared(given, Deadline.after_ms(given.timeout_ms), report)
+
+
+async def run(node: Node, dialect: Dialect, prepared: Prepared) -> None:
+    """The pull itself, on the core. LLMException with every field set; CancelledError once it has settled."""
+    report = prepared.report
+    node.counters.add("pulls_started")
+    try:
+        await _run(node, prepared)
+    except asyncio.CancelledError:
+        node.counters.add("pulls_cancelled")
+        raise
+    except LLMException as error:
+        raise _described(error, node, dialect, report) from error.__cause__
+    node.counters.add("pulls_finished")
+    node.counters.add("bytes_pulled", report.bytes)
+
+
+async def _run(node: Node, prepared: Prepared) -> None:
+    given = prepared.draft
+    node.registry.drain_drops()
+    entry = node.registry.local(given.cache.cache_id)
+    if entry is None:
+        raise LLMException(
+            f"cache {given.cache.cache_id} does not exist on this node",
+            status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+        )
+    blocks = given.dst_blocks.size > 0
+    wanted = _Blocks(given, entry) if blocks else _Entry(given, entry)
+    if given.remote_access and not entry.remote_accessible:
+        raise invalid(f"with remote cache access on, the local cache {entry.cache_id} must be remote accessible too")
+    link = node.find_link(given.key.cluster_id)
+    if link is None:
+        if given.key.cluster_id == node.settings.cluster_id:
+            raise invalid(
+                f"cluster {given.key.cluster_id} is this node itself, and no link to another of that id exists"
+            )
+        raise LLMException(
+            f"no link to cluster {given.key.cluster_id}", status_code=LLMStatusCode.LLM_NOT_YET_LINK, retry_safe=True
+        )
+    await Pull(link, wanted.to_link(node, prepared)).run()
+
+
+def _described(error: LLMException, node: Node, dialect: Dialect, report: PullReport) -> LLMException:
+    if isinstance(error, LLMTimeoutError):
+        node.counters.add("pulls_timed_out")
+        described: LLMException = LLMTimeoutError(*error.args, status_code=dialect.timeout_status)
+        described.retry_safe, described.destination_unsafe = error.retry_safe, error.destination_unsafe
+    else:
+        node.counters.add("pulls_failed")
+        described = error
+    described.peer = described.peer or report.peer or report.cluster_id
+    described.operation = report.operation
+    described.elapsed_ms = round(report.elapsed_ms, 3)
+    return described
+
+
+class _Destination:
+    """What the two kinds of pull have in common: which tensors, and how many of them the source must have."""
+
+    def __init__(self, given: PullDraft, entry: Entry) -> None:
+        self.given = given
+        self.entry = entry
+        held, src, dst = entry.desc.num_tensors, given.src_tensors, given.dst_tensors
+        if (src is not None or dst is not None) and held % given.per_layer:
+            raise invalid(f"tensor_num_per_layer {given.per_layer} does not divide the destination's {held} tensors")
+        if dst is not None and dst.stop > held:
+            raise invalid(f"dst_layer_range reaches tensor {dst.stop - 1}, the destination has {held}")
+        self.tensors = range(held) if dst is None else dst
+        if src is not None and len(src) != len(self.tensors):
+            raise invalid(f"src_layer_range names {len(src)} tensors, the destination side {len(self.tensors)}")
+
+    def request(self, *, size: int, blocks: int) -> Callable[[int, int], frames.Request]:
+        given, key = self.given, self.given.key
+        if isinstance(key, BlocksCacheKey):
+            kind, identity, model, entry = "blocks", 0, key.model_id, 0
+        elif isinstance(key, CacheKey):
+            kind, identity = ("prefix", key.prefix_id) if key.is_prefix else ("request", key.req_id)
+            model, entry = key.model_id, 0
+        else:
+            kind, identity, model, entry = "cache", key.cache_id, 0, key.batch_index
+
+        def build(report: PullReport, inline_limit: int, request_id: int, remaining_ms: int) -> frames.Request:
+            return frames.Request(
+                request_id=request_id,
+                pull_id=report.pull_id,
+                traceparent=report.traceparent,
+                remaining_ms=remaining_ms,
+                key=kind,
+                identity=identity,
+                model_id=model,
+                entry=entry,
+                first_tensor=-1 if given.src_tensors is None else given.src_tensors.start,
+                tensors=len(self.tensors),
+                size=size,
+                offset=given.src_offset,
+                offset_pull=given.offset_pull,
+                blocks=blocks,
+                remote_access=given.remote_access,
+                inline_limit=inline_limit,
+            )
+
+        return partial(build, self._report, self._inline_limit)
+
+    def to_link(self, node: Node, prepared: Prepared) -> Wanted:
+        self._node, self._report = node, prepared.report
+        self._inline_limit = node.settings.inline_limit
+        return Wanted(
+            request=self.ask(),
+            table=self.table(),
+            at_most=len(self.tensors) * self.per_tensor,
+            land=self.land,
+            entry=self.entry,
+            deadline=prepared.deadline,
+            report=prepared.report,
+        )
+
+    per_tensor: int
+    """The most bytes that may come for one tensor."""
+
+    def ask(self) -> Callable[[int, int], frames.Request]:
+        raise NotImplementedError
+
+    def table(self) -> bytes:
+        return b""
+
+    def segments(self, per_tensor: int) -> NDArray[np.int64]:
+        raise NotImplementedError
+
+    def fits(self, per_tensor: int) -> bool:
+        return per_tensor == self.per_tensor
+
+    def land(self, grant: frames.Grant) -> tuple[Batches, int]:
+        if grant.tensors != len(self.tensors) or not self.fits(grant.per_tensor):
+            raise LLMException(
+                f"the source granted {grant.per_tensor} bytes of {grant.tensors} tensors, "
+                f"{self.per_tensor} of {len(self.tensors)} were asked for",
+                status_code=LLMStatusCode.LLM_FAILED,
+            )
+        backend, regions = self._node.registry.backend, self.entry.regions
+        make = partial(self.segments, grant.per_tensor)
+        return planned(make, lambda rows: backend.landing(regions, rows)), grant.tensors * grant.per_tensor
+
+
+class _Entry(_Destination):
+    """Into one batch entry: `size` bytes of each tensor."""
+
+    def __init__(self, given: PullDraft, entry: Entry) -> None:
+        if entry.blocks:
+            raise invalid(f"cache {entry.cache_id} is a blocks cache; use pull_blocks")
+        if given.batch_index >= entry.desc.entries:
+            raise invalid(f"batch_index {given.batch_index}: the destination has {entry.desc.entries} batch entries")
+        stride, offset = entry.entry_nbytes, given.dst_offset
+        self.per_tensor = stride - offset if given.size == -1 else given.size
+        if self.per_tensor < 1 or offset + self.per_tensor > stride:
+            raise invalid(f"{self.per_tensor} bytes from offset {offset} on do not fit an entry of {stride} bytes")
+        super().__init__(given, entry)
+
+    def ask(self) -> Callable[[int, int], frames.Request]:
+        return self.request(size=self.per_tensor, blocks=0)
+
+    def segments(self, per_tensor: int) -> NDArray[np.int64]:
+        return plan.entry_segments(
+            self.tensors,
+            entry=self.given.batch_index,
+            entry_nbytes=self.entry.entry_nbytes,
+            offset=self.given.dst_offset,
+            size=per_tensor,
+        )
+
+
+class _Blocks(_Destination):
+    """Into blocks: from blocks of the same size, or from a contiguous entry cut into blocks."""
+
+    def __init__(self, given: PullDraft, entry: Entry) -> None:
+        if not entry.blocks:
+            raise invalid(f"cache {entry.cache_id} is not a blocks cache; use pull_cache")
+        highest = int(given.dst_blocks.max())
+        if highest >= entry.desc.entries:
+            raise invalid(f"dst_blocks holds {highest}, the destination has {entry.desc.entries} blocks")
+        self.per_tensor = given.dst_blocks.size * entry.entry_nbytes
+        super().__init__(given, entry)
+
+    @property
+    def _sliced(self) -> bool:
+        return self.given.src_blocks.size == 0
+
+    def ask(self) -> Callable[[int, int], frames.Request]:
+        return self.request(size=self.entry.entry_nbytes, blocks=self.given.dst_blocks.size if self._sliced else 0)
+
+    def table(self) -> bytes:
+        return frames.encode_table(self.given.src_blocks)
+
+    def fits(self, per_tensor: int) -> bool:
+        if self._sliced:
+            return self.per_tensor - self.entry.entry_nbytes < per_tensor <= self.per_tensor
+        return per_tensor == self.per_tensor
+
+    def segments(self, per_tensor: int) -> NDArray[np.int64]:
+        blocks, size = self.given.dst_blocks, self.entry.entry_nbytes
+        if self._sliced:
+            return plan.slice_segments(self.tensors, blocks, block_nbytes=size, per_tensor=per_tensor)
+        return plan.block_segments(self.tensors, blocks, block_nbytes=size)

@@ -1,0 +1,1 @@
+"""Where caches live. `base` is the contract, `host` is ordinary memory."""

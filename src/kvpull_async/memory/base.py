@@ -1,0 +1,141 @@
+"""What memory is to the rest: regions, and how a data path fills or reads them. It must not know any concrete memory.
+
+A data path never touches a cache's memory directly. It fills the host pieces of a *landing* or reads those of a
+*lending*. For host memory these are the cache's own bytes; for device memory they are pieces of a staging buffer that
+the backend copies from or to the device while the path works on the next ones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpull_async.values import Placement
+
+__all__ = [
+    "PIECE_BYTES",
+    "PIECE_VIEWS",
+    "Allocation",
+    "Batches",
+    "MemoryBackend",
+    "Region",
+    "copy_batches",
+    "lend_bytes",
+    "planned",
+]
+
+PIECE_BYTES: Final = 1024 * 1024
+"""Most bytes handed over at once: what a cancellation may have to wait for."""
+PIECE_VIEWS: Final = 256
+"""Most separate views handed over at once; below the kernel's limit on one scatter-gather call (1024)."""
+
+Batches = Generator[Sequence[memoryview], None, None]
+"""Host pieces in stream order, at most PIECE_BYTES and PIECE_VIEWS at a time.
+
+Asking for the next batch means that the former has been filled (landing) or read (lending). Exhausting the iterator
+completes the work: when it ends, every byte is where it belongs. `close()` ends it early; afterwards nothing is
+written any more. Whoever asks for batches must close them. Used in whatever thread the data path works in.
+"""
+
+
+@dataclass(frozen=True)
+class Region:
+    """`nbytes` of memory at `address`; holding the region keeps `owner`, and so the memory, alive."""
+
+    address: int
+    nbytes: int
+    placement: Placement
+    owner: Any = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One cache's memory: one region per tensor, and the bytes it counts against the budget of its placement."""
+
+    regions: tuple[Region, ...]
+    nbytes: int
+    placement: Placement
+
+
+class MemoryBackend(ABC):
+    """Where caches live. Calls may come from any thread; errors are LLMExceptions with the memory's status codes."""
+
+    name: str
+    direct: bool
+    """Whether landings and lendings may be used on an event loop, because they touch host memory and nothing else."""
+
+    @abstractmethod
+    def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
+        """Zeroed memory for `tensors` tensors of `tensor_nbytes` bytes. LLM_OUT_OF_MEMORY when there is none."""
+
+    @abstractmethod
+    def free(self, allocation: Allocation) -> None:
+        """The cache is gone. Views that the application still holds must stay readable."""
+
+    @abstractmethod
+    def adopt(self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement) -> tuple[Region, ...]:
+        """Regions over memory that belongs to the caller. Does not touch it."""
+
+    @abstractmethod
+    def views(self, regions: Sequence[Region]) -> list[memoryview]:
+        """The regions' bytes, writable, for the application. LLM_FEATURE_NOT_ENABLED where the host cannot reach."""
+
+    @abstractmethod
+    def landing(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
+        """Pieces to fill, in the order of `segments` (rows of tensor, offset, length)."""
+
+    @abstractmethod
+    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
+        """Pieces to read, in the order of `segments`."""
+
+    def close(self) -> None:
+        """Give back what the backend itself holds. Caches still alive keep their memory."""
+
+
+def planned(plan: Callable[[], NDArray[np.int64]], pieces: Callable[[NDArray[np.int64]], Batches]) -> Batches:
+    """The pieces of a plan that is made when the first batch is asked for, so in the data path's thread: a table of a
+    million rows takes longer to build than an event loop may be held.
+    """
+    with closing(pieces(plan())) as batches:
+        yield from batches
+
+
+def lend_bytes(data: bytes) -> Batches:
+    """Bytes that came in a frame, as something to copy from."""
+    yield [memoryview(data)]
+
+
+def copy_batches(source: Batches, destination: Batches) -> Generator[int, None, None]:
+    """Copy a lending into a landing of the same length; yields the bytes copied after each bounded step.
+
+    numpy copies with the interpreter lock released, which assigning one memoryview to another does not.
+    """
+    with closing(source), closing(destination):
+        reading = _arrays(source)
+        piece = np.empty(0, np.uint8)
+        for batch in destination:
+            copied = 0
+            for view in batch:
+                target = np.frombuffer(view, np.uint8)
+                while target.size:
+                    if not piece.size:
+                        piece = next(reading)
+                    n = min(target.size, piece.size)
+                    np.copyto(target[:n], piece[:n])
+                    target, piece = target[n:], piece[n:]
+                    copied += n
+            yield copied
+        for rest in reading:  # exhausts the source, which completes it
+            raise ValueError(f"the source holds at least {rest.size} bytes more than the destination")
+
+
+def _arrays(batches: Batches) -> Iterator[NDArray[np.uint8]]:
+    for batch in batches:
+        for view in batch:
+            yield np.frombuffer(view, np.uint8)

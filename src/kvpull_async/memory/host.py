@@ -1,0 +1,148 @@
+"""Ordinary memory: one anonymous memory file per allocated cache, and memory that callers give by address.
+
+It serves `Placement.DEVICE` too, so that the same program runs on a machine without an NPU. It must not know caches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Allocation, Batches, MemoryBackend, Region
+from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.values import Placement
+
+__all__ = ["HostMemory"]
+
+_CACHE_LINE: Final = 64
+_PAGE: Final = mmap.PAGESIZE
+_ROWS: Final = 4096
+
+
+class HostMemory(MemoryBackend):
+    """Host memory with an optional budget (bytes) per placement."""
+
+    name = "host"
+    direct = True
+
+    def __init__(self, budgets: Mapping[Placement, int | None] | None = None) -> None:
+        self._budgets = dict(budgets or {})
+        self._used = dict.fromkeys(Placement, 0)
+        self._lock = threading.Lock()  # protects _used: caches are allocated in worker threads
+
+    def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
+        step = _round_up(tensor_nbytes, _PAGE if tensor_nbytes >= _PAGE else _CACHE_LINE)
+        nbytes = step * tensors
+        self._reserve(nbytes, placement)
+        try:
+            owner = _memory_file(nbytes)
+        except BaseException:
+            self._give_back(nbytes, placement)
+            raise
+        base = np.frombuffer(owner, np.uint8).ctypes.data
+        regions = tuple(Region(base + i * step, tensor_nbytes, placement, owner) for i in range(tensors))
+        return Allocation(regions, nbytes, placement)
+
+    def free(self, allocation: Allocation) -> None:
+        self._give_back(allocation.nbytes, allocation.placement)
+
+    def adopt(self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement) -> tuple[Region, ...]:
+        return tuple(Region(address, tensor_nbytes, placement) for address in addresses)
+
+    def views(self, regions: Sequence[Region]) -> list[memoryview]:
+        return [_view(region) for region in regions]
+
+    def landing(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
+        return _batches(self.views(regions), segments)
+
+    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
+        return _batches([view.toreadonly() for view in self.views(regions)], segments)
+
+    def _reserve(self, nbytes: int, placement: Placement) -> None:
+        with self._lock:
+            budget, used = self._budgets.get(placement), self._used[placement]
+            if budget is not None and used + nbytes > budget:
+                raise LLMException(
+                    f"{placement.name} memory: {nbytes} bytes asked for, {budget - used} of {budget} are free",
+                    status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
+                )
+            self._used[placement] = used + nbytes
+
+    def _give_back(self, nbytes: int, placement: Placement) -> None:
+        with self._lock:
+            self._used[placement] -= nbytes
+
+    def __repr__(self) -> str:
+        used = ", ".join(f"{placement.name}={used}" for placement, used in self._used.items())
+        return f"<HostMemory used: {used}>"
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _memory_file(nbytes: int) -> mmap.mmap:
+    """A mapping whose pages all exist: touching it later can neither fail nor be killed for lack of memory."""
+    available = _available()
+    if nbytes > available:
+        raise LLMException(
+            f"{nbytes} bytes asked for, the machine has {available} available",
+            status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
+        )
+    try:
+        descriptor = os.memfd_create("kvpull-cache", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return mmap.mmap(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise LLMException(
+            f"{nbytes} bytes could not be allocated: {error}", status_code=LLMStatusCode.LLM_OUT_OF_MEMORY
+        ) from error
+
+
+def _available() -> int:
+    """Bytes the kernel can give without swapping; it would otherwise kill a process, not refuse the allocation."""
+    with Path("/proc/meminfo").open(encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 2**63 - 1
+
+
+def _view(region: Region) -> memoryview:
+    array = (ctypes.c_char * region.nbytes).from_address(region.address)
+    array._kvpull_owner = region.owner  # type: ignore[attr-defined]  # the view keeps the memory alive
+    return memoryview(array).cast("B")
+
+
+def _rows(segments: NDArray[np.int64]) -> Iterator[list[int]]:
+    """The rows as Python integers, some at a time: all at once would hold the interpreter lock for long tables."""
+    for start in range(0, len(segments), _ROWS):
+        yield from segments[start : start + _ROWS].tolist()
+
+
+def _batches(views: Sequence[memoryview], segments: NDArray[np.int64]) -> Batches:
+    batch: list[memoryview] = []
+    room = PIECE_BYTES
+    for tensor, start, length in _rows(segments):
+        view, at, end = views[tensor], start, start + length
+        while at < end:
+            n = min(end - at, room)
+            batch.append(view[at : at + n])
+            at += n
+            room -= n
+            if not room or len(batch) == PIECE_VIEWS:
+                yield batch
+                batch, room = [], PIECE_BYTES
+    if batch:
+        yield batch

@@ -1,0 +1,374 @@
+"""The state machine of one connection of a link, for both roles. It must not do I/O or know time.
+
+Bytes go in (`receive`), events and bytes come out (`next_event`, `take_output`). Nothing that a peer sends raises:
+the session ends in FAILED with a reason. After each call the owner must send what `take_output` returns.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvpull_async.protocol import frames
+from kvpull_async.protocol.frames import Decoder, Frame, FrameError, Message
+from kvpull_async.status import LLMStatusCode
+
+__all__ = ["Asked", "Event", "Failed", "Identity", "Peer", "Ready", "Received", "Session", "State"]
+
+IN_FLIGHT_LIMIT: Final = 64
+READY_LIMIT: Final = frames.BODY_LIMIT + frames.TAIL_LIMIT
+_LABEL: Final = b"kvpull link 1"
+_REASON_LIMIT: Final = 1000
+
+
+class State(enum.Enum):
+    NEW = "new"
+    GREETING = "greeting"
+    PROVING = "proving"
+    DECIDING = "deciding"
+    READY = "ready"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this side is: the incarnation is random per `init`, the capabilities are names of data paths."""
+
+    cluster_id: int
+    incarnation: bytes
+    capabilities: tuple[str, ...] = ()
+    secret: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who the other side is, as far as the greeting told. `token` names the link, `path` the chosen data path."""
+
+    cluster_id: int
+    incarnation: bytes
+    capabilities: tuple[str, ...]
+    lane: int
+    token: bytes = field(default=b"", repr=False)
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A peer has proven itself and asks for a link: answer with `welcome` or `reject`."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class Ready:
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Terminal. `by_peer` is true when the peer refused us, false when the connection itself went wrong."""
+
+    reason: str
+    status: LLMStatusCode
+    by_peer: bool = False
+
+
+@dataclass(frozen=True)
+class Received:
+    message: Message
+    tail: bytes = b""
+
+
+Event = Asked | Ready | Failed | Received
+
+_TO_SERVER: Final = (frames.Request, frames.Cancel, frames.Done, frames.Bye)
+_TO_REQUESTER: Final = (frames.Grant, frames.Refuse, frames.DoneAck, frames.ByeAck)
+_TO_BOTH: Final = (frames.Ping, frames.Pong)
+
+
+class Session:
+    """One connection: the greeting, then requests in one direction.
+
+    On lane 0 the side that dialled requests, on lane 1 the side that accepted does.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        dialer: bool,
+        lane: int = 0,
+        token: bytes = b"",
+        entropy: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        self.state = State.NEW
+        self.late_answers = 0
+        self._identity = identity
+        self._dialer = dialer
+        self._lane = lane
+        self._token = token
+        self._nonce = entropy(32)
+        self._decoder = Decoder()
+        self._events: deque[Event] = deque()
+        self._output: list[bytes] = []
+        self._hello: frames.Hello | None = None
+        self._challenge: frames.Challenge | None = None
+        self._last_request = 0
+        self._open: set[int] = set()
+
+    # -- what the owner calls ---------------------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> bool:
+        """Whether this side is the one that asks on this connection."""
+        return (self._lane == 0) == self._dialer
+
+    def start(self) -> None:
+        """The dialling side's first step."""
+        self._hello = frames.Hello(
+            magic=frames.MAGIC,
+            version=frames.VERSION,
+            cluster_id=self._identity.cluster_id,
+            incarnation=self._identity.incarnation,
+            nonce=self._nonce,
+            lane=self._lane,
+            token=self._token,
+            authenticates=self._identity.secret is not None,
+            capabilities=list(self._identity.capabilities),
+        )
+        self._put(self._hello)
+        self.state = State.GREETING
+
+    def receive(self, data: bytes) -> None:
+        """Take bytes from the peer; afterwards collect the events and send the output."""
+        if self.state in (State.FAILED, State.CLOSED):
+            return
+        self._decoder.feed(data)
+        try:
+            while self.state not in (State.FAILED, State.CLOSED):
+                frame = self._decoder.next_frame()
+                if frame is None:
+                    return
+                self._handle(frame)
+        except FrameError as error:
+            self.fail(str(error), LLMStatusCode.LLM_LINK_FAILED)
+
+    def receive_eof(self) -> None:
+        if self.state not in (State.FAILED, State.CLOSED):
+            what = "during the greeting" if self.state is not State.READY else "without a goodbye"
+            self.fail(f"the peer closed the connection {what}", LLMStatusCode.LLM_LINK_FAILED)
+
+    def welcome(self, *, token: bytes, path: str) -> None:
+        """Accept the peer of the last `Asked` event."""
+        assert self.state is State.DECIDING
+        assert self._hello is not None
+        proof = self._proof(b"acceptor", self._identity.cluster_id)
+        self._put(
+            frames.Welcome(
+                cluster_id=self._identity.cluster_id,
+                proof=proof,
+                token=token,
+                capabilities=list(self._identity.capabilities),
+                path=path,
+            )
+        )
+        self._become_ready(self._peer_of(self._hello, token=token, path=path))
+
+    def reject(self, status: LLMStatusCode, reason: str) -> None:
+        """Refuse the peer; the owner sends the output and closes."""
+        self._put(frames.Reject(status=int(status), reason=reason[:_REASON_LIMIT]))
+        self.fail(reason, status)
+
+    def send(self, message: Message, tail: bytes = b"") -> None:
+        """Queue a message of the READY state. The frames' limits hold here too (FrameError)."""
+        if self.state is not State.READY:
+            raise FrameError(f"the connection is {self.state.value}")
+        self._put(message, tail)
+
+    def new_request(self) -> int:
+        """A request id never used before on this connection; its answer will be let through."""
+        self._last_request += 1
+        self._open.add(self._last_request)
+        return self._last_request
+
+    def end_request(self, request_id: int) -> None:
+        """The request is over on this side: a later answer to it is dropped, or (serving) its place is free."""
+        self._open.discard(request_id)
+
+    def close(self) -> None:
+        if self.state is not State.FAILED:
+            self.state = State.CLOSED
+
+    def fail(self, reason: str, status: LLMStatusCode, *, by_peer: bool = False) -> None:
+        if self.state in (State.FAILED, State.CLOSED):
+            return
+        self.state = State.FAILED
+        self._events.append(Failed(reason, status, by_peer))
+
+    def next_event(self) -> Event | None:
+        """The oldest event not yet taken."""
+        return self._events.popleft() if self._events else None
+
+    def take_output(self) -> bytes:
+        output, self._output = self._output, []
+        return output[0] if len(output) == 1 else b"".join(output)
+
+    @property
+    def buffered(self) -> int:
+        return self._decoder.buffered
+
+    def __repr__(self) -> str:
+        role = "dialer" if self._dialer else "acceptor"
+        return f"<Session {role} lane={self._lane} {self.state.value} open={len(self._open)}>"
+
+    # -- the greeting -----------------------------------------------------------------------------------------------
+
+    def _handle(self, frame: Frame) -> None:
+        message = frame.message
+        if self.state is State.READY:
+            self._handle_ready(message, frame.tail)
+        elif isinstance(message, frames.Reject) and self._dialer:
+            self._rejected(message)
+        elif isinstance(message, frames.Hello) and not self._dialer and self.state is State.NEW:
+            self._greeted(message)
+        elif isinstance(message, frames.Challenge) and self._dialer and self.state is State.GREETING:
+            self._challenged(message)
+        elif isinstance(message, frames.Prove) and not self._dialer and self.state is State.PROVING:
+            self._proven(message)
+        elif isinstance(message, frames.Welcome) and self._dialer and self.state is State.PROVING:
+            self._welcomed(message)
+        else:
+            self.fail(f"{type(message).__name__} in state {self.state.value}", LLMStatusCode.LLM_LINK_FAILED)
+
+    def _greeted(self, hello: frames.Hello) -> None:
+        self._hello = hello
+        self._lane = hello.lane
+        if hello.magic != frames.MAGIC:
+            self.reject(LLMStatusCode.LLM_LINK_FAILED, "the peer does not speak the kvpull protocol")
+        elif hello.version != frames.VERSION:
+            self.reject(LLMStatusCode.LLM_LINK_FAILED, self._versions(theirs=hello.version))
+        elif hello.authenticates != (self._identity.secret is not None):
+            who = "accepting" if self._identity.secret is not None else "dialling"
+            self.reject(LLMStatusCode.LLM_LINK_FAILED, f"only the {who} side has a link secret; give both the same")
+        else:
+            self._challenge = frames.Challenge(
+                version=frames.VERSION,
+                incarnation=self._identity.incarnation,
+                nonce=self._nonce,
+                authenticates=self._identity.secret is not None,
+            )
+            self._put(self._challenge)
+            self.state = State.PROVING
+
+    def _challenged(self, challenge: frames.Challenge) -> None:
+        self._challenge = challenge
+        if challenge.version != frames.VERSION:
+            self.fail(self._versions(theirs=challenge.version), LLMStatusCode.LLM_LINK_FAILED)
+        elif challenge.authenticates != (self._identity.secret is not None):
+            self.fail("only one side has a link secret; give both the same", LLMStatusCode.LLM_LINK_FAILED)
+        else:
+            self._put(frames.Prove(proof=self._proof(b"dialer", self._identity.cluster_id)))
+            self.state = State.PROVING
+
+    def _proven(self, prove: frames.Prove) -> None:
+        assert self._hello is not None
+        if not hmac.compare_digest(prove.proof, self._proof(b"dialer", self._hello.cluster_id)):
+            self.reject(LLMStatusCode.LLM_LINK_FAILED, "the link secrets of the two sides differ")
+            return
+        self.state = State.DECIDING
+        self._events.append(Asked(self._peer_of(self._hello, token=self._hello.token, path="")))
+
+    def _welcomed(self, welcome: frames.Welcome) -> None:
+        assert self._challenge is not None
+        if not hmac.compare_digest(welcome.proof, self._proof(b"acceptor", welcome.cluster_id)):
+            self.fail("the link secrets of the two sides differ", LLMStatusCode.LLM_LINK_FAILED)
+            return
+        self._become_ready(
+            Peer(
+                cluster_id=welcome.cluster_id,
+                incarnation=self._challenge.incarnation,
+                capabilities=tuple(welcome.capabilities),
+                lane=self._lane,
+                token=welcome.token,
+                path=welcome.path,
+            )
+        )
+
+    def _rejected(self, reject: frames.Reject) -> None:
+        try:
+            status = LLMStatusCode(reject.status)
+        except ValueError:
+            status = LLMStatusCode.LLM_LINK_FAILED
+        self.fail(reject.reason, status, by_peer=True)
+
+    def _become_ready(self, peer: Peer) -> None:
+        self.state = State.READY
+        self._decoder.limit = READY_LIMIT
+        self._events.append(Ready(peer))
+
+    def _peer_of(self, hello: frames.Hello, *, token: bytes, path: str) -> Peer:
+        return Peer(hello.cluster_id, hello.incarnation, tuple(hello.capabilities), hello.lane, token, path)
+
+    def _versions(self, *, theirs: int) -> str:
+        return f"the peer speaks protocol version {theirs}, this side {frames.VERSION}; run the same release on both"
+
+    def _proof(self, role: bytes, cluster_id: int) -> bytes:
+        """HMAC over everything that makes this greeting unlike any other, so that no proof can be replayed."""
+        if self._identity.secret is None:
+            return b""
+        assert self._hello is not None
+        assert self._challenge is not None
+        hello, challenge = self._hello, self._challenge
+        parts = (
+            _LABEL, role, cluster_id.to_bytes(8, "little"), hello.incarnation, challenge.incarnation,
+            hello.nonce, challenge.nonce, bytes([hello.lane]), hello.token,
+        )  # fmt: skip
+        text = b"".join(len(part).to_bytes(2, "little") + part for part in parts)
+        return hmac.new(self._identity.secret, text, hashlib.sha256).digest()
+
+    # -- the ready connection ---------------------------------------------------------------------------------------
+
+    def _handle_ready(self, message: Message, tail: bytes) -> None:
+        expected = _TO_REQUESTER if self.requests else _TO_SERVER
+        if isinstance(message, frames.Ping):
+            self._put(frames.Pong(message.number))
+        elif isinstance(message, frames.Pong):
+            self._events.append(Received(message))
+        elif not isinstance(message, expected):
+            side = "requesting" if self.requests else "serving"
+            self.fail(f"{type(message).__name__} sent to the {side} side", LLMStatusCode.LLM_LINK_FAILED)
+        elif isinstance(message, (frames.Grant, frames.Refuse)):
+            self._answered(message, tail)
+        elif isinstance(message, frames.Request):
+            self._asked(message, tail)
+        else:
+            self._events.append(Received(message))
+
+    def _answered(self, message: frames.Grant | frames.Refuse, tail: bytes) -> None:
+        if message.request_id in self._open:
+            self._open.discard(message.request_id)
+            self._events.append(Received(message, tail))
+        elif 0 < message.request_id <= self._last_request:
+            self.late_answers += 1
+        else:
+            self.fail(f"an answer to request {message.request_id}, which was never sent", LLMStatusCode.LLM_LINK_FAILED)
+
+    def _asked(self, request: frames.Request, tail: bytes) -> None:
+        if request.request_id <= self._last_request:
+            self.fail(f"request id {request.request_id} came out of order", LLMStatusCode.LLM_LINK_FAILED)
+        elif len(self._open) >= IN_FLIGHT_LIMIT:
+            self.fail(f"more than {IN_FLIGHT_LIMIT} requests in flight", LLMStatusCode.LLM_LINK_FAILED)
+        else:
+            self._last_request = request.request_id
+            self._open.add(request.request_id)
+            self._events.append(Received(request, tail))
+
+    def _put(self, message: Message, tail: bytes = b"") -> None:
+        self._output.append(frames.encode(message, tail))

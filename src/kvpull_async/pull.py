@@ -1,0 +1,214 @@
+"""One pull through a link, from its place in the queue to the last byte. It must not know managers or transports.
+
+Whatever ends a pull, nothing writes to its destination afterwards, or the destination is quarantined until it is so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._workers import Job
+from kvpull_async.memory.base import Batches, copy_batches, lend_bytes
+from kvpull_async.observe import PullReport
+from kvpull_async.protocol import frames
+from kvpull_async.registry import Entry, Pin
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, fresh
+from kvpull_async.transport.base import Transfer
+
+if TYPE_CHECKING:
+    from kvpull_async.lane import Lane
+    from kvpull_async.link import Link
+
+__all__ = ["Pull", "Wanted"]
+
+GRACE: Final = 0.07
+"""Seconds after the deadline within which a pull has settled or is quarantined; the rest of the promised 100 ms is
+for crossing back to the caller."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a manager asks of a link. `land` turns a grant into the pieces to fill and their number of bytes, and
+    refuses a grant that does not fit.
+    """
+
+    request: Callable[[int, int], frames.Request]
+    table: bytes
+    at_most: int
+    land: Callable[[frames.Grant], tuple[Batches, int]]
+    entry: Entry
+    deadline: Deadline
+    report: PullReport
+
+
+class Pull:
+    """Runs once. `stop` ends it from elsewhere on the loop with an error instead of a cancellation."""
+
+    def __init__(self, link: Link, wanted: Wanted) -> None:
+        self._link = link
+        self._wanted = wanted
+        self._task: asyncio.Task[object] | None = None
+        self._stop: LLMException | None = None
+        self._holds_slot = False
+        self._pin: Pin | None = None
+        self._lane: Lane | None = None
+        self._request_id: int | None = None
+        self._transfer: Transfer | None = None
+        self._committed = False
+
+    async def run(self) -> None:
+        self._task = asyncio.current_task()
+        unsafe = False
+        try:
+            async with self._wanted.deadline.scope():
+                await self._steps()
+        except BaseException as error:
+            unsafe = await self._clean_up()
+            if isinstance(error, asyncio.CancelledError) and self._stop is None:
+                raise
+            raise self._explain(error, unsafe) from _cause(error)
+        finally:
+            if self._pin is not None:
+                self._pin.release()
+            if self._holds_slot:
+                self._link.leave(self)
+
+    def stop(self, error: LLMException) -> None:
+        """End the pull with `error`, wherever it waits. Never waits itself."""
+        if self._stop is None and not self._committed:
+            self._stop = error
+            if self._task is not None:
+                self._task.cancel()
+
+    # -- the way there ----------------------------------------------------------------------------------------------
+
+    async def _steps(self) -> None:
+        wanted, link, report = self._wanted, self._link, self._wanted.report
+        with report.phase("queue"):
+            await link.enter(self)
+            self._holds_slot = True
+            await self._claim_destination()
+        with report.phase("connect"):
+            self._lane = lane = await link.ready(wanted.deadline)
+            report.peer, report.path = link.peer_name, link.path.name
+            streamed = wanted.at_most > link.inline_limit
+            if streamed:
+                await link.path.ready(wanted.deadline)
+        with report.phase("request"):
+            self._request_id, data, answer = lane.ask(
+                lambda number: wanted.request(number, wanted.deadline.remaining_ms), wanted.table
+            )
+            await lane.channel.send(data)
+            grant, payload = await answer
+        with report.phase("copy"):
+            landing, nbytes = wanted.land(grant)
+            if grant.inline:
+                await self._land(landing, payload, nbytes)
+            else:
+                self._transfer = link.path.fetch(grant.grant_id, landing, nbytes)
+                await asyncio.shield(self._transfer.done)
+        report.bytes = nbytes
+        self._commit(grant)
+
+    async def _claim_destination(self) -> None:
+        entry = self._wanted.entry
+        if entry.quarantined:
+            await entry.idle(self._wanted.deadline, writers_only=True)
+        if not entry.alive:
+            raise LLMException(f"cache {entry.cache_id} was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+        self._pin = entry.pin(self._cut)
+
+    async def _land(self, landing: Batches, payload: bytes, nbytes: int) -> None:
+        if len(payload) != nbytes:
+            landing.close()
+            raise ConnectionError(f"the grant is for {nbytes} bytes, {len(payload)} came with it")
+        steps = copy_batches(lend_bytes(payload), landing)
+        if self._link.direct_memory:
+            _exhaust(steps)  # at most inline_limit bytes: shorter than handing it to a thread
+        else:
+            self._transfer = job = Job(self._link.workers, steps)
+            await asyncio.shield(job.done)
+
+    def _commit(self, grant: frames.Grant) -> None:
+        """No step between the last byte and this may wait: afterwards the pull has happened."""
+        self._committed = True
+        if grant.wants_done:
+            self._link.tell_done(frames.Done(grant.grant_id, self._wanted.report.pull_id))
+
+    def _cut(self) -> None:
+        self.stop(
+            LLMException(
+                f"cache {self._wanted.entry.cache_id} was released during the pull",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            )
+        )
+
+    # -- the way out ------------------------------------------------------------------------------------------------
+
+    async def _clean_up(self) -> bool:
+        """Stop what runs and wait until it has; True when the destination had to be quarantined instead."""
+        transfer, unsafe = self._transfer, False
+        if transfer is not None:
+            transfer.abort()
+            with self._wanted.report.phase("settle"):
+                unsafe = not await absorb([transfer.settled], self._bound())
+            if unsafe:
+                self._link.quarantine(self._wanted.entry, transfer.settled, self._wanted.report)
+        if self._lane is not None and self._request_id is not None:
+            self._lane.give_up(self._request_id, tell=True)
+        return unsafe
+
+    def _bound(self) -> Deadline:
+        end = self._wanted.deadline.later(GRACE)
+        return end.sooner(self._link.settle_timeout)
+
+    def _explain(self, error: BaseException, unsafe: bool) -> LLMException:
+        """The exception the caller sees, a new instance with the fields that say what to do next."""
+        if self._stop is not None and isinstance(error, asyncio.CancelledError):
+            known = fresh(self._stop)
+            _uncancel(self._task)
+        elif isinstance(error, LLMException):
+            known = error
+        elif isinstance(error, asyncio.TimeoutError):
+            known = LLMTimeoutError(f"the deadline passed {self._where()}", retry_safe=True)
+        elif isinstance(error, OSError):
+            known = self._link.broken(error)
+        else:
+            known = LLMException(f"internal error: {error!r}", status_code=LLMStatusCode.LLM_FAILED)
+        known.destination_unsafe = unsafe
+        known.retry_safe = known.retry_safe and not unsafe
+        return known
+
+    def _where(self) -> str:
+        if not self._holds_slot:
+            return "while the pull waited for earlier ones on its link"
+        if self._request_id is None:
+            return f"while the link was being connected{self._link.trouble}"
+        if self._transfer is None:
+            return f"while the peer {self._link.peer_name} did not answer"
+        return f"while bytes came from {self._link.peer_name}"
+
+    def __repr__(self) -> str:
+        return f"<Pull {self._wanted.report.pull_id} slot={self._holds_slot} request={self._request_id}>"
+
+
+def _exhaust(steps: Generator[int, None, None]) -> None:
+    with contextlib.closing(steps):
+        for _ in steps:
+            pass
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    return error.__cause__ if isinstance(error, (LLMException, asyncio.CancelledError)) else error
+
+
+def _uncancel(task: asyncio.Task[object] | None) -> None:
+    """Python 3.11 counts cancellations; one that became an error must not count."""
+    uncancel = getattr(task, "uncancel", None)
+    if uncancel is not None:
+        uncancel()

@@ -1,0 +1,268 @@
+"""Answers a peer's requests from the registry. It must not know links, queues of pulls or concrete transports.
+
+Every request is checked here against this node's own descriptor, whatever the peer claims. Requests of one lane are
+served one after another; the source's memory stays pinned until its bytes have left or the lease has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvpull_async import offers
+from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._workers import Workers
+from kvpull_async.lane import Lane
+from kvpull_async.memory.base import Batches, planned
+from kvpull_async.observe import Counters, Log
+from kvpull_async.offers import Issued, Offer
+from kvpull_async.protocol import frames
+from kvpull_async.protocol.frames import Message
+from kvpull_async.registry import Pin, Registry
+from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.transport.base import DataPath, Transfer
+
+__all__ = ["PeerRecord", "Serving"]
+
+_ISSUED_LIMIT: Final = 4096
+_REASON_LIMIT: Final = 1000
+
+
+@dataclass
+class PeerRecord:
+    """What one incarnation of a peer holds. It outlives connections, since a DONE may come on a later one."""
+
+    issued: OrderedDict[bytes, Issued] = field(default_factory=OrderedDict)
+
+    def issue(self, grant_id: bytes, issued: Issued) -> None:
+        self.issued[grant_id] = issued
+        if len(self.issued) > _ISSUED_LIMIT:
+            self.issued.popitem(last=False)
+
+
+@dataclass
+class _Lease:
+    """A grant whose memory is still pinned."""
+
+    request_id: int
+    grant_id: bytes
+    pin: Pin
+    transfer: Transfer
+    timer: asyncio.TimerHandle
+
+
+class Serving:
+    """The serving side of one lane."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        path: DataPath,
+        *,
+        registry: Registry,
+        record: PeerRecord,
+        workers: Workers,
+        log: Log,
+        counters: Counters,
+        inline_limit: int,
+        lease_margin: float,
+        peer_left: Callable[[], None],
+    ) -> None:
+        self._lane = lane
+        self._path = path
+        self._registry = registry
+        self._record = record
+        self._workers = workers
+        self._log = log.bind(peer=lane.channel.peer)
+        self._counters = counters
+        self._inline_limit = inline_limit
+        self._lease_margin = lease_margin
+        self._peer_left = peer_left
+        self._waiting: deque[tuple[frames.Request, bytes, Deadline]] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._current: int | None = None
+        self._leases: dict[bytes, _Lease] = {}
+        self._last: tuple[int, Transfer] | None = None
+
+    def receive(self, message: Message, tail: bytes) -> None:
+        """A message of the peer's requesting side. Never waits."""
+        if isinstance(message, frames.Request):
+            deadline = Deadline.after_ms(message.remaining_ms)
+            self._waiting.append((message, tail, deadline))
+            self._next()
+        elif isinstance(message, frames.Cancel):
+            self._cancel(message.request_id)
+        elif isinstance(message, frames.Done):
+            self._done(message)
+        elif isinstance(message, frames.Bye):
+            self._lane.post(frames.ByeAck())
+            self._peer_left()
+
+    def abort(self) -> None:
+        """The lane is over: stop everything and give the pins back as it settles."""
+        self._waiting.clear()
+        if self._task is not None:
+            self._task.cancel()
+        for lease in list(self._leases.values()):
+            lease.transfer.abort()
+            self._end_lease(lease)
+
+    # -- one after another ------------------------------------------------------------------------------------------
+
+    def _next(self) -> None:
+        if self._task is None and self._waiting:
+            request, tail, deadline = self._waiting.popleft()
+            self._current = request.request_id
+            self._task = asyncio.get_running_loop().create_task(
+                self._serve(request, tail, deadline), name="kvpull-serve"
+            )
+            self._task.add_done_callback(self._served)
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        self._task = self._current = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("serve.bug", reason=repr(error))
+            self._lane.abort(f"internal error while serving: {error!r}")
+        self._next()
+
+    def _cancel(self, request_id: int) -> None:
+        """The puller has given up: stop, and break the payload connection that may hold bytes of that request."""
+        self._waiting = deque(item for item in self._waiting if item[0].request_id != request_id)
+        self._lane.session.end_request(request_id)
+        if self._current == request_id and self._task is not None:
+            self._task.cancel()
+        if self._last is not None and self._last[0] == request_id:
+            self._last[1].abort()
+        for lease in [lease for lease in self._leases.values() if lease.request_id == request_id]:
+            lease.transfer.abort()
+            self._end_lease(lease)
+
+    async def _serve(self, request: frames.Request, tail: bytes, deadline: Deadline) -> None:
+        began = time.monotonic()
+        log = self._log.bind(pull_id=request.pull_id, request_id=request.request_id, key=_name(request))
+        if request.traceparent:
+            log = log.bind(traceparent=request.traceparent)
+        try:
+            offer = offers.find(self._registry, request, tail)
+            log.debug("serve.started", cache_id=offer.entry.cache_id, bytes=offer.nbytes)
+            inline = await self._answer(request, offer, deadline)
+        except (LLMException, OSError, asyncio.TimeoutError) as error:
+            await self._refuse(request, error, log)
+        else:
+            self._counters.add("serves")
+            self._counters.add("bytes_served", offer.nbytes)
+            took = round((time.monotonic() - began) * 1000, 3)
+            log.debug("serve.finished", bytes=offer.nbytes, inline=inline, elapsed_ms=took)
+        finally:
+            self._lane.session.end_request(request.request_id)
+
+    async def _refuse(self, request: frames.Request, error: Exception, log: Log) -> None:
+        status = getattr(error, "status_code", LLMStatusCode.LLM_LINK_FAILED)
+        reason = str(error) or "the time for this request was over"
+        self._counters.add("serves_refused")
+        log.info("serve.refused", status=LLMStatusCode(status).name, reason=reason)
+        if not self._lane.lost.done():
+            refusal = frames.Refuse(request.request_id, int(status), reason[:_REASON_LIMIT])
+            self._lane.post(refusal)
+
+    async def _answer(self, request: frames.Request, offer: Offer, deadline: Deadline) -> bool:
+        """Grant and deliver; True when the bytes rode on the grant."""
+        grant_id = secrets.token_bytes(16)
+        consumes = offers.consumes(request, offer)
+        inline = offer.nbytes <= min(self._inline_limit, request.inline_limit)
+        grant = frames.Grant(
+            request_id=request.request_id,
+            grant_id=grant_id,
+            tensors=len(offer.tensors),
+            per_tensor=offer.per_tensor,
+            inline=inline,
+            wants_done=consumes is not None or (self._path.one_sided and not inline),
+        )
+        if consumes is not None:
+            self._record.issue(grant_id, consumes)
+        if inline:
+            pin = offer.entry.pin(lambda: None)
+            try:
+                payload = await self._gather(offer)
+                await self._lane.send(grant, payload)
+            finally:
+                pin.release()
+        else:
+            await self._stream(request, grant, offer, deadline)
+        return inline
+
+    async def _gather(self, offer: Offer) -> bytes:
+        lending = self._lend(offer)
+        if self._registry.backend.direct:
+            return _join(lending)
+        return await asyncio.get_running_loop().run_in_executor(self._workers, _join, lending)
+
+    async def _stream(self, request: frames.Request, grant: frames.Grant, offer: Offer, deadline: Deadline) -> None:
+        lease_ends = deadline.later(self._lease_margin)
+        async with lease_ends.scope():
+            await self._path.ready(lease_ends)
+        lease = self._lease(request, grant, offer, lease_ends)
+        try:
+            await self._lane.send(grant)
+            await asyncio.shield(lease.transfer.done)
+        except BaseException:
+            lease.transfer.abort()
+            await absorb([lease.transfer.settled], Deadline.after_ms(1000))
+            self._end_lease(lease)
+            raise
+        if not self._path.one_sided:
+            self._end_lease(lease)
+
+    def _lend(self, offer: Offer) -> Batches:
+        backend, regions = self._registry.backend, offer.entry.regions
+        return planned(offer.plan, lambda segments: backend.lending(regions, segments))
+
+    def _lease(self, request: frames.Request, grant: frames.Grant, offer: Offer, ends: Deadline) -> _Lease:
+        transfer = self._path.serve(grant.grant_id, self._lend(offer), offer.nbytes)
+        self._last = (request.request_id, transfer)
+        pin = offer.entry.pin(transfer.abort)
+        timer = asyncio.get_running_loop().call_later(ends.remaining, self._expire, grant.grant_id)
+        lease = self._leases[grant.grant_id] = _Lease(request.request_id, grant.grant_id, pin, transfer, timer)
+        return lease
+
+    def _expire(self, grant_id: bytes) -> None:
+        lease = self._leases.get(grant_id)
+        if lease is not None:
+            self._counters.add("leases_expired")
+            self._log.warning("serve.lease_expired", request_id=lease.request_id)
+            lease.transfer.abort()
+            self._end_lease(lease)
+
+    def _end_lease(self, lease: _Lease) -> None:
+        """The memory may go once nothing reads it any more."""
+        if self._leases.pop(lease.grant_id, None) is None:
+            return
+        lease.timer.cancel()
+        self._path.release(lease.grant_id)
+        lease.transfer.settled.add_done_callback(lambda _: lease.pin.release())
+
+    def _done(self, done: frames.Done) -> None:
+        issued = self._record.issued.pop(done.grant_id, None)
+        if issued is not None and self._registry.consume(issued.generation, issued.tensors):
+            self._counters.add("keys_consumed")
+            self._log.debug("serve.key_consumed", pull_id=done.pull_id)
+        lease = self._leases.get(done.grant_id)
+        if lease is not None:
+            self._end_lease(lease)
+        self._lane.post(frames.DoneAck(done.grant_id))
+
+    def __repr__(self) -> str:
+        return f"<Serving {self._lane.channel.peer} waiting={len(self._waiting)} leases={len(self._leases)}>"
+
+
+def _join(lending: Batches) -> bytes:
+    return b"".join(view for batch in lending for view in batch)
+
+
+def _name(request: frames.Request) -> str:
+    return f"{request.key}:{request.identity}:{request.model_id}" + (f":{request.entry}" if request.entry else "")

@@ -1,0 +1,263 @@
+"""Prefill and decode in one process: frames pass between the two engines' loops, payload is copied memory to memory.
+
+It must not know caches or links. Nothing here is visible outside the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import threading
+from collections import deque
+from collections.abc import Generator
+from typing import Final
+
+from kvpull_async import observe
+from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._workers import Job, report_to
+from kvpull_async.memory.base import Batches, copy_batches
+from kvpull_async.transport.base import Address, ControlChannel, DataPath, Listener, OnChannel, PathSeed, Transport
+
+__all__ = ["InprocTransport"]
+
+_BUFFER: Final = 1024 * 1024
+_ANY_HOST: Final = "0.0.0.0"  # noqa: S104  (the name of a wildcard listener, not a bind)
+
+_lock = threading.Lock()  # protects the two tables below, which engines on different threads share
+_listeners: dict[Address, _InprocListener] = {}
+_offers: dict[bytes, _Offer] = {}
+
+
+class InprocTransport(Transport):
+    name = "inproc"
+
+    def __init__(self, log: observe.Log) -> None:
+        self._log = log
+
+    async def listen(self, address: Address, on_channel: OnChannel) -> Listener:
+        with _lock:
+            if not address[1]:
+                address = (
+                    address[0],
+                    next(port for port in itertools.count(1) if (address[0], port) not in _listeners),
+                )
+            if address in _listeners:
+                raise OSError(errno.EADDRINUSE, "an engine of this process listens there")
+            listener = _listeners[address] = _InprocListener(address, on_channel, self._log)
+        return listener
+
+    async def dial(self, address: Address) -> ControlChannel:
+        listener = _find(address)
+        if listener is None:
+            raise ConnectionRefusedError("no engine of this process listens there")
+        near = _InprocChannel(f"inproc:{address[0]}:{address[1]}", asyncio.get_running_loop())
+        far = _InprocChannel(f"inproc:{address[0]}:{address[1]} (dialled)", listener.loop)
+        near.other, far.other = far, near
+        if not report_to(listener.loop, listener.accept, far):
+            raise ConnectionRefusedError("the engine that listened there has ended")
+        return near
+
+    def path(self, seed: PathSeed) -> DataPath:
+        return InprocPath(seed)
+
+    def reaches(self, address: Address) -> bool:
+        return _find(address) is not None
+
+
+def _find(address: Address) -> _InprocListener | None:
+    with _lock:
+        return _listeners.get(address) or _listeners.get((_ANY_HOST, address[1]))
+
+
+class _InprocListener(Listener):
+    def __init__(self, address: Address, on_channel: OnChannel, log: observe.Log) -> None:
+        self.address = address
+        self.loop = asyncio.get_running_loop()
+        self._on_channel = on_channel
+        self._log = log
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    def accept(self, channel: _InprocChannel) -> None:
+        with _lock:
+            listening = _listeners.get(self.address) is self
+        if not listening:
+            channel.abort()
+            return
+        task = asyncio.ensure_future(self._on_channel(channel), loop=self.loop)
+        self._tasks.add(task)
+        task.add_done_callback(self._accepted)
+
+    def _accepted(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("link.accept_failed", reason=repr(error))
+
+    async def aclose(self) -> None:
+        with _lock:
+            if _listeners.get(self.address) is self:
+                del _listeners[self.address]
+        for task in self._tasks:
+            task.cancel()
+        await absorb(self._tasks, Deadline.after_ms(1000))
+
+
+class _InprocChannel(ControlChannel):
+    """One end; each attribute is changed on its own loop only, the other end is told by a callback there."""
+
+    other: _InprocChannel
+
+    def __init__(self, peer: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.peer = peer
+        self._loop = loop
+        self._arrived: deque[bytes] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        self._unread = 0
+        self._room: asyncio.Future[None] | None = None
+        self._ended = False
+
+    async def send(self, data: bytes) -> None:
+        while self._unread > _BUFFER and not self._ended:
+            self._room = self._loop.create_future()
+            await self._room
+        if self._ended:
+            raise ConnectionResetError("the other end is gone")
+        self.post(data)
+
+    def post(self, data: bytes) -> None:
+        self._unread += len(data)
+        report_to(self.other._loop, self.other._arrive, data)
+
+    async def receive(self) -> bytes:
+        while not self._arrived and not self._ended:
+            self._reader = self._loop.create_future()
+            await self._reader
+        if not self._arrived:
+            return b""
+        data = self._arrived.popleft()
+        report_to(self.other._loop, self.other._taken, len(data))
+        return data
+
+    def abort(self) -> None:
+        self._end()
+        report_to(self.other._loop, self.other._end)
+
+    def _arrive(self, data: bytes) -> None:
+        if not self._ended:
+            self._arrived.append(data)
+            _wake(self._reader)
+
+    def _taken(self, n: int) -> None:
+        self._unread -= n
+        _wake(self._room)
+
+    def _end(self) -> None:
+        self._ended = True
+        _wake(self._reader)
+        _wake(self._room)
+
+    def __repr__(self) -> str:
+        return f"<InprocChannel {self.peer} unread={self._unread}>"
+
+
+class _Offer:
+    """A grant that the other engine may read. Its transfer is done at once; it settles when no one reads any more."""
+
+    def __init__(self, lending: Batches) -> None:
+        self.lending = lending
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()  # protects the two flags: the reader is on another thread
+        self._reading = False
+        self._withdrawn = False
+        self.done: asyncio.Future[int] = self._loop.create_future()
+        self.done.set_result(0)
+        self.settled: asyncio.Future[None] = self._loop.create_future()
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._withdrawn:
+                raise ConnectionAbortedError("the source has withdrawn the memory")
+            self._reading = True
+
+    def check(self) -> None:
+        if self._withdrawn:
+            raise ConnectionAbortedError("the source has withdrawn the memory")
+
+    def end(self) -> None:
+        with self._lock:
+            self._reading, self._withdrawn = False, True
+        report_to(self._loop, _wake, self.settled)
+
+    def abort(self) -> bool:
+        with self._lock:
+            self._withdrawn = True
+            reading = self._reading
+        if not reading:
+            _wake(self.settled)
+        return True
+
+
+class InprocPath(DataPath):
+    name = "inproc"
+    one_sided = True
+
+    def __init__(self, seed: PathSeed) -> None:
+        self._workers = seed.workers
+        self._jobs: set[Job] = set()
+        self._granted: set[bytes] = set()
+
+    async def ready(self, deadline: Deadline) -> None:
+        """Memory needs no connection."""
+
+    def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> Job:
+        with _lock:
+            offer = _offers.get(grant_id)
+        if offer is None:
+            raise ConnectionAbortedError("the source has withdrawn the memory")
+        offer.begin()
+        job = Job(self._workers, _checked(offer, landing))
+        self._jobs.add(job)
+        job.settled.add_done_callback(lambda _: self._ended(job, offer))
+        return job
+
+    def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> _Offer:
+        offer = _Offer(lending)
+        with _lock:
+            _offers[grant_id] = offer
+        self._granted.add(grant_id)
+        return offer
+
+    def release(self, grant_id: bytes) -> None:
+        self._granted.discard(grant_id)
+        with _lock:
+            offer = _offers.pop(grant_id, None)
+        if offer is not None:
+            offer.abort()
+
+    def abort(self) -> None:
+        for job in self._jobs:
+            job.abort()
+        for grant_id in tuple(self._granted):
+            self.release(grant_id)
+
+    async def aclose(self, deadline: Deadline) -> None:
+        self.abort()
+        await absorb([job.settled for job in self._jobs], deadline)
+
+    def _ended(self, job: Job, offer: _Offer) -> None:
+        self._jobs.discard(job)
+        offer.end()
+
+    def __repr__(self) -> str:
+        return f"<InprocPath reading={len(self._jobs)} granted={len(self._granted)}>"
+
+
+def _checked(offer: _Offer, landing: Batches) -> Generator[int, None, None]:
+    for copied in copy_batches(offer.lending, landing):
+        offer.check()
+        yield copied
+
+
+def _wake(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)

@@ -1,0 +1,75 @@
+"""kvpull, blocking: the `llm_datadist` API for programs without an event loop. Importing it starts no thread."""
+
+import sys
+
+from kvpull_async import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    CacheTask,
+    DataType,
+    KvCache,
+    LayerSynchronizer,
+    LLMClusterInfo,
+    LLMConfig,
+    LlmConfig,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    LLMTimeoutError,
+    MemInfo,
+    Memtype,
+    Placement,
+    RegisterMemStatus,
+    Status,
+    Tensor,
+    TensorDesc,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+)
+from kvpull_sync.face import CacheManager, KvCacheManager, LLMDataDist
+
+__all__ = [
+    "BlocksCacheKey",
+    "Cache",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "CacheManager",
+    "CacheTask",
+    "DataType",
+    "KvCache",
+    "KvCacheManager",
+    "LLMClusterInfo",
+    "LLMConfig",
+    "LLMDataDist",
+    "LLMException",
+    "LLMRole",
+    "LLMStatusCode",
+    "LLMTimeoutError",
+    "LayerSynchronizer",
+    "LlmConfig",
+    "MemInfo",
+    "Memtype",
+    "Placement",
+    "RegisterMemStatus",
+    "Status",
+    "Tensor",
+    "TensorDesc",
+    "TransferConfig",
+    "TransferWithCacheKeyConfig",
+    "install_as_llm_datadist",
+]
+
+
+def install_as_llm_datadist() -> None:
+    """Make `import llm_datadist` resolve to this package, for programs that are not to be edited.
+
+    Call it before they are imported. RuntimeError when another `llm_datadist` has been imported already.
+    """
+    present = sys.modules.get("llm_datadist")
+    if present is not None and present is not sys.modules[__name__]:
+        raise RuntimeError(f"llm_datadist is imported already, from {getattr(present, '__file__', 'elsewhere')}")
+    sys.modules["llm_datadist"] = sys.modules[__name__]
