@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from kvpull_async._deadline import NEVER, absorb
 from kvpull_async._workers import report_to
-from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 
 __all__ = ["Call", "CoreLoop"]
 
@@ -177,9 +177,11 @@ class Call(Generic[T]):
         """Whether it has ended without an error, also when its caller was cancelled too late to stop it."""
         return self._outcome is not None and self._outcome[1] is None
 
-    def wait(self) -> T:
-        """Block until it has ended. An exception raised meanwhile by a signal handler (KeyboardInterrupt) cancels the
-        call and is raised once that has settled; a second one is raised at once, and `succeeded` stays unknown.
+    def wait(self, bound: float | None = None) -> T:
+        """Block until it has ended, at most `bound` seconds (then LLMTimeoutError).
+
+        An exception raised meanwhile by a signal handler (KeyboardInterrupt) cancels the call and is raised once that
+        has settled; a second one is raised at once.
         """
         if self._core.on_core_thread():
             self.cancel()
@@ -187,11 +189,14 @@ class Call(Generic[T]):
         ended = threading.Event()
         self._listen(partial(_signal, ended))
         try:
-            ended.wait()
+            in_time = ended.wait(bound)
         except BaseException:
             self.cancel()
             ended.wait(self._patience)
             raise
+        if not in_time:
+            self.cancel()
+            raise LLMTimeoutError(f"the core did not answer within {bound} s")
         return self._unpack()
 
     async def result(self) -> T:

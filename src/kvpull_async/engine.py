@@ -292,14 +292,20 @@ def _after_fork() -> None:
     _live.clear()
 
 
+def close_bounded(engine: Engine) -> None:
+    """`Engine.close` and the end of the threads, blocking, bounded even when the core is stuck."""
+    try:
+        call = engine.call(Operation(engine.close))
+        call.wait(engine.settings.close_timeout_ms / 1000 + _PATIENCE)
+    finally:
+        engine.ask_to_stop()
+        engine.join()
+
+
 def _at_exit() -> None:
     """A program that forgot `finalize`: peers are told and threads end, within `close_timeout`."""
     for engine in live_engines():
-        try:
-            blocked(engine, Operation(engine.close))
-        finally:
-            engine.ask_to_stop()
-            engine.join()
+        close_bounded(engine)
 
 
 os.register_at_fork(after_in_child=_after_fork)

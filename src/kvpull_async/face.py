@@ -74,7 +74,8 @@ class LLMDataDist:
         if engine is None:
             return
         try:
-            await awaited(engine, Operation(engine.close))
+            bound = engine.settings.close_timeout_ms / 1000
+            await asyncio.wait_for(awaited(engine, Operation(engine.close)), bound * 2)  # only a stuck core needs it
         finally:
             await _stop(engine)
 

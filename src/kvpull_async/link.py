@@ -152,8 +152,8 @@ class Link:
     async def connect(self, deadline: Deadline) -> None:
         """Dial, greet, and open both connections. LLMException, OSError or asyncio.TimeoutError."""
         assert self.address is not None
+        transport = self._context.transport_to(self.address)
         self.state = LinkState.CONNECTING
-        transport = next(t for t in self._context.transports if t.reaches(self.address))
         lanes: list[Lane] = []
         try:
             async with deadline.scope():

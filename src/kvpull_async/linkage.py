@@ -53,6 +53,14 @@ class LinkContext:
     serve: Callable[[Lane, DataPath, Peer, Callable[[], None]], Server]
     gone: Callable[[Any], None]
 
+    def transport_to(self, address: Address) -> Transport:
+        """The best transport that reaches the address."""
+        for transport in self.transports:
+            if transport.reaches(address):
+                return transport
+        names = ", ".join(transport.name for transport in self.transports)
+        raise LLMException(f"{text(address)} is out of reach of {names}", status_code=LLMStatusCode.LLM_LINK_FAILED)
+
     def new_lane(self, channel: ControlChannel, transport: Transport, *, dialer: bool, lane: int, token: bytes) -> Lane:
         identity = Identity(
             self.identity.cluster_id, self.identity.incarnation, (transport.name,), self.identity.secret

@@ -86,6 +86,7 @@ class Serving:
         self._waiting: deque[tuple[frames.Request, bytes, Deadline]] = deque()
         self._task: asyncio.Task[None] | None = None
         self._current: int | None = None
+        self._released = False
         self._leases: dict[bytes, _Lease] = {}
         self._last: tuple[int, Transfer] | None = None
 
@@ -117,7 +118,7 @@ class Serving:
     def _next(self) -> None:
         if self._task is None and self._waiting:
             request, tail, deadline = self._waiting.popleft()
-            self._current = request.request_id
+            self._current, self._released = request.request_id, False
             self._task = asyncio.get_running_loop().create_task(
                 self._serve(request, tail, deadline), name="kvpull-serve"
             )
@@ -147,21 +148,38 @@ class Serving:
         log = self._log.bind(pull_id=request.pull_id, request_id=request.request_id, key=_name(request))
         if request.traceparent:
             log = log.bind(traceparent=request.traceparent)
+        pin: Pin | None = None
         try:
             offer = offers.find(self._registry, request, tail)
+            pin = offer.entry.pin(self._cut)  # before anything waits: the memory may be the caller's to free
             log.debug("serve.started", cache_id=offer.entry.cache_id, bytes=offer.nbytes)
-            inline = await self._answer(request, offer, deadline)
+            lease_ends = deadline.later(self._lease_margin)
+            async with lease_ends.scope():
+                inline = await self._answer(request, offer, lease_ends)
         except (LLMException, OSError, asyncio.TimeoutError) as error:
-            await self._refuse(request, error, log)
+            self._refuse(request, error, log)
+        except asyncio.CancelledError:
+            if self._released:
+                gone = LLMException("the cache was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+                self._refuse(request, gone, log)
+            raise
         else:
             self._counters.add("serves")
             self._counters.add("bytes_served", offer.nbytes)
             took = round((time.monotonic() - began) * 1000, 3)
             log.debug("serve.finished", bytes=offer.nbytes, inline=inline, elapsed_ms=took)
         finally:
+            if pin is not None:
+                pin.release()
             self._lane.session.end_request(request.request_id)
 
-    async def _refuse(self, request: frames.Request, error: Exception, log: Log) -> None:
+    def _cut(self) -> None:
+        """The cache of the running request is being taken away."""
+        self._released = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def _refuse(self, request: frames.Request, error: Exception, log: Log) -> None:
         status = getattr(error, "status_code", LLMStatusCode.LLM_LINK_FAILED)
         reason = str(error) or "the time for this request was over"
         self._counters.add("serves_refused")
@@ -170,7 +188,7 @@ class Serving:
             refusal = frames.Refuse(request.request_id, int(status), reason[:_REASON_LIMIT])
             self._lane.post(refusal)
 
-    async def _answer(self, request: frames.Request, offer: Offer, deadline: Deadline) -> bool:
+    async def _answer(self, request: frames.Request, offer: Offer, lease_ends: Deadline) -> bool:
         """Grant and deliver; True when the bytes rode on the grant."""
         grant_id = secrets.token_bytes(16)
         consumes = offers.consumes(request, offer)
@@ -186,14 +204,9 @@ class Serving:
         if consumes is not None:
             self._record.issue(grant_id, consumes)
         if inline:
-            pin = offer.entry.pin(lambda: None)
-            try:
-                payload = await self._gather(offer)
-                await self._lane.send(grant, payload)
-            finally:
-                pin.release()
+            await self._lane.send(grant, await self._gather(offer))
         else:
-            await self._stream(request, grant, offer, deadline)
+            await self._stream(request, grant, offer, lease_ends)
         return inline
 
     async def _gather(self, offer: Offer) -> bytes:
@@ -202,10 +215,8 @@ class Serving:
             return _join(lending)
         return await asyncio.get_running_loop().run_in_executor(self._workers, _join, lending)
 
-    async def _stream(self, request: frames.Request, grant: frames.Grant, offer: Offer, deadline: Deadline) -> None:
-        lease_ends = deadline.later(self._lease_margin)
-        async with lease_ends.scope():
-            await self._path.ready(lease_ends)
+    async def _stream(self, request: frames.Request, grant: frames.Grant, offer: Offer, lease_ends: Deadline) -> None:
+        await self._path.ready(lease_ends)
         lease = self._lease(request, grant, offer, lease_ends)
         try:
             await self._lane.send(grant)

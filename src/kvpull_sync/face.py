@@ -19,9 +19,9 @@ from kvpull_async.entry import (
     DataDist,
     Engine,
     LinkResult,
-    Operation,
     blocked,
     checked,
+    close_bounded,
     not_enabled,
 )
 from kvpull_sync.face_managers import CacheManager, KvCacheManager
@@ -61,12 +61,8 @@ class LLMDataDist:
         self._kv = self._cache = None
         if LLMDataDist.llm_engine_instance is self:
             LLMDataDist.llm_engine_instance = None
-        if engine is None:
-            return
-        try:
-            blocked(engine, Operation(engine.close))
-        finally:
-            _stop(engine)
+        if engine is not None:
+            close_bounded(engine)
 
     def __enter__(self) -> LLMDataDist:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
         return self

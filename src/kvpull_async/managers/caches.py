@@ -196,6 +196,7 @@ async def _copy(node: Node, source: tuple[Entry, plan.Segments], destination: tu
     (src, reading), (dst, writing) = source, destination
     if dst.quarantined:
         await dst.idle(Deadline.after_ms(node.settings.settle_timeout_ms), writers_only=True)
+    local(node, src.cache_id), local(node, dst.cache_id)  # released while this waited?
     backend = node.registry.backend
     steps = copy_batches(backend.lending(src.regions, reading), backend.landing(dst.regions, writing))
     job = Job(node.workers, steps)

@@ -30,13 +30,18 @@ class Payload:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._sock = sock
         self._loop = loop
-        self._lock = threading.Lock()  # protects the descriptor: no shutdown after the thread has closed it
+        self._over = False
+        self._lock = threading.Lock()  # protects the descriptor (no shutdown after it was closed) and _over
         self._jobs: queue.SimpleQueue[TcpTransfer | None] = queue.SimpleQueue()
         sock.setblocking(True)
         threading.Thread(target=self._run, name="kvpull-payload", daemon=True).start()
 
     def start(self, transfer: TcpTransfer) -> None:
-        self._jobs.put(transfer)
+        with self._lock:
+            if not self._over:
+                self._jobs.put(transfer)
+                return
+        transfer.drop()
 
     def alive(self) -> bool:
         """False when the connection has ended, also when only the peer knows so far."""
@@ -64,6 +69,7 @@ class Payload:
                     break
         finally:
             with self._lock:
+                self._over = True
                 self._sock.close()
             while not self._jobs.empty():
                 transfer = self._jobs.get()

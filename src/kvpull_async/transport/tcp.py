@@ -141,7 +141,7 @@ class _TcpListener(Listener):
         self._transport = transport
         self._sock = sock
         self._on_channel = on_channel
-        self._greetings: set[asyncio.Task[None]] = set()
+        self._greetings: dict[asyncio.Task[None], None] = {}
         self._accepting = asyncio.get_running_loop().create_task(self._accept(), name="kvpull-accept")
 
     async def _accept(self) -> None:
@@ -154,17 +154,16 @@ class _TcpListener(Listener):
                 await asyncio.sleep(_ACCEPT_PAUSE)
                 continue
             self._transport.adopt(sock)
-            if len(self._greetings) >= _GREETINGS:
-                sock.close()
+            if len(self._greetings) >= _GREETINGS:  # the oldest goes: an honest peer is through in milliseconds
+                next(iter(self._greetings)).cancel()
                 self._transport._log.warning("link.rejected", reason=f"over {_GREETINGS} unfinished greetings")
-                continue
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             task = loop.create_task(self._transport.greet(sock, self._on_channel), name="kvpull-greet")
-            self._greetings.add(task)
+            self._greetings[task] = None
             task.add_done_callback(self._greeted)
 
     def _greeted(self, task: asyncio.Task[None]) -> None:
-        self._greetings.discard(task)
+        self._greetings.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._transport._log.error("link.accept_failed", reason=repr(error))
 
