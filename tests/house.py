@@ -74,7 +74,10 @@ CONTRACTS = {"transport": "transport.base", "memory": "memory.base"}
 # Source modules that need no unit test module of their own name, and the file that tests them instead.
 TESTED_ELSEWHERE: dict[str, str] = {
     f"{CORE}.entry": "tests/unit/test_layering.py",  # names of other modules, nothing else
-    f"{CORE}.testing.contracts": "tests/contract",
+    f"{CORE}.testing.contracts.control": "tests/contract",
+    f"{CORE}.testing.contracts.memory": "tests/contract",
+    f"{CORE}.testing.contracts.path": "tests/contract",
+    f"{CORE}.testing.contracts._waiting": "tests/contract",
 }
 
 

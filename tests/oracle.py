@@ -98,7 +98,7 @@ class Refused:
 
 def expected(source: CacheModel, destination: CacheModel, arguments: PullArguments) -> list[bytearray] | Refused:
     """The destination's tensors after the pull, or how it fails. Changes nothing it was given."""
-    faults = _argument_faults(arguments)
+    faults = _argument_faults(arguments) | _kind_faults(source.descriptor, destination.descriptor, arguments)
     if not faults:
         faults = _cache_faults(source.descriptor, destination.descriptor, arguments)
     if faults:
@@ -172,6 +172,24 @@ def _block_list_faults(arguments: PullArguments) -> set[str]:
     return faults
 
 
+# --- what shows before any cache is looked at: the handle's and the key's kind, and which blocks go together ---
+
+
+def _kind_faults(source: Descriptor, destination: Descriptor, arguments: PullArguments) -> set[str]:
+    if arguments.is_blocks != destination.blocks:
+        return {INVALID}
+    if not arguments.is_blocks or _block_list_faults(arguments):
+        return set()
+    src_blocks, dst_blocks = arguments.src_blocks, arguments.dst_blocks
+    if bool(src_blocks) != source.blocks:
+        return {INVALID}
+    if not source.blocks:
+        src_blocks = range(len(dst_blocks))  # the entry's slices, each of them once
+    came_from: dict[int, int] = {}
+    one_each = all(came_from.setdefault(dst, src) == src for src, dst in zip(src_blocks, dst_blocks, strict=False))
+    return set() if one_each and len(src_blocks) == len(dst_blocks) else {INVALID}
+
+
 # --- what the arguments say about these two caches ---
 
 
@@ -229,29 +247,17 @@ def _offset(value: Any) -> int:
 
 def _block_faults(source: Descriptor, destination: Descriptor, arguments: PullArguments) -> set[str]:
     faults = set()
-    if not destination.blocks or any(block >= destination.entries for block in arguments.dst_blocks):
+    if any(block >= destination.entries for block in arguments.dst_blocks):
         faults.add(INVALID)
-    if bool(arguments.src_blocks) != source.blocks:
-        faults.add(INVALID)
-    elif source.blocks:
-        faults |= _paged_source_faults(source, destination, arguments)
-    else:
-        faults |= _contiguous_source_faults(source, destination, arguments)
-    return faults
+    if source.blocks:
+        return faults | _paged_source_faults(source, destination, arguments)
+    return faults | _contiguous_source_faults(source, destination, arguments)
 
 
 def _paged_source_faults(source: Descriptor, destination: Descriptor, arguments: PullArguments) -> set[str]:
-    if len(arguments.src_blocks) != len(arguments.dst_blocks):
-        return {INVALID}
     if any(block >= source.entries for block in arguments.src_blocks):
         return {INVALID}
-    if source.entry_nbytes != destination.entry_nbytes:
-        return {INVALID}
-    came_from: dict[int, int] = {}
-    for src_block, dst_block in zip(arguments.src_blocks, arguments.dst_blocks, strict=True):
-        if came_from.setdefault(dst_block, src_block) != src_block:
-            return {INVALID}
-    return set()
+    return set() if source.entry_nbytes == destination.entry_nbytes else {INVALID}
 
 
 def _contiguous_source_faults(source: Descriptor, destination: Descriptor, arguments: PullArguments) -> set[str]:
@@ -262,8 +268,6 @@ def _contiguous_source_faults(source: Descriptor, destination: Descriptor, argum
         faults.add(INVALID)
     if (len(arguments.dst_blocks) - 1) * destination.entry_nbytes >= source.entry_nbytes:
         faults.add(INVALID)  # the last block would get nothing
-    if len(set(arguments.dst_blocks)) != len(arguments.dst_blocks):
-        faults.add(INVALID)
     return faults
 
 

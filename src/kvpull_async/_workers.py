@@ -10,7 +10,7 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
@@ -40,8 +40,8 @@ class Workers(Executor):
         self._initializer = initializer
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()  # protects _threads, _idle and _closed
-        self._idle = 0
+        self._lock = threading.Lock()  # protects _threads, _spare and _closed
+        self._spare = 0  # idle threads minus work that waits for one
         self._closed = False
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -52,18 +52,18 @@ class Workers(Executor):
             if self._closed:
                 raise RuntimeError("the workers have been shut down")
             self._queue.put((future, lambda: context.run(fn, *args, **kwargs)))
-            if self._idle > 0:
-                self._idle -= 1
-            elif len(self._threads) < self._limit:
+            self._spare -= 1
+            if self._spare < 0 and len(self._threads) < self._limit:
                 self._start_thread()
+                self._spare += 1
         return future
 
     def close(self, timeout: float) -> int:
         """Let the threads end after what is queued; returns how many were still busy when `timeout` (s) was over."""
         with self._lock:
-            self._closed = True
+            first, self._closed = not self._closed, True
             threads = list(self._threads)
-        for _ in threads:
+        for _ in threads if first else ():
             self._queue.put(None)
         end = time.monotonic() + timeout
         for thread in threads:
@@ -81,18 +81,22 @@ class Workers(Executor):
         while (work := self._queue.get()) is not None:
             future, call = work
             if future.set_running_or_notify_cancel():
-                try:
-                    result = call()
-                except BaseException as error:  # noqa: BLE001  (handed over whole: the waiter decides)
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-            del future, call, work
+                _carry_out(future, call)
+            del future, call, work  # an idle worker keeps nothing alive
             with self._lock:
-                self._idle += 1
+                self._spare += 1
 
     def __repr__(self) -> str:
-        return f"<Workers {self._name} threads={len(self._threads)}/{self._limit} idle={self._idle}>"
+        return f"<Workers {self._name} threads={len(self._threads)}/{self._limit} idle={max(0, self._spare)}>"
+
+
+def _carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001  (handed over whole: the waiter decides)
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 class Job:
@@ -127,11 +131,7 @@ class Job:
                 total += step
         except BaseException as raised:  # noqa: BLE001  (belongs to whoever awaits `done`)
             error = raised
-        finally:
-            close = getattr(steps, "close", None)
-            if close is not None:
-                close()
-        report_to(self._loop, self._finish, total, error or asyncio.CancelledError())
+        report_to(self._loop, self._finish, total, error or _closing_error(steps) or asyncio.CancelledError())
 
     def _finish(self, total: int, error: BaseException | None) -> None:
         if not self.done.done():
@@ -144,3 +144,14 @@ class Job:
                 self.done.exception()  # an aborted caller may never ask for it
         if not self.settled.done():
             self.settled.set_result(None)
+
+
+def _closing_error(steps: Iterator[int]) -> BaseException | None:
+    """End a generator early; what it raises then must not keep the job from settling."""
+    close = getattr(steps, "close", None)
+    if close is not None:
+        try:
+            close()
+        except BaseException as error:  # noqa: BLE001  (belongs to whoever awaits `done`)
+            return error
+    return None

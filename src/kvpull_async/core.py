@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import os
 import selectors
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
-from kvpull_async._deadline import NEVER, absorb
+from kvpull_async._deadline import NEVER, Deadline, absorb
 from kvpull_async._workers import report_to
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 
 __all__ = ["Call", "CoreLoop"]
 
 T = TypeVar("T")
+_FINISH: Final = 1.0
+"""Seconds that tasks have to end when the loop does."""
+_WATCH: Final = 0.25
+"""Seconds between two looks at the callers' loops."""
+
 Outcome = tuple[Any, "BaseException | None"]
 
 
@@ -34,33 +40,43 @@ class CoreLoop:
         self._on_bug = on_bug
         self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
-        self._loop = asyncio.SelectorEventLoop(self._selector)
+        # In an empty context, as is the thread below: what lasts must not keep that of whoever called `init`.
+        self._loop = contextvars.Context().run(asyncio.SelectorEventLoop, self._selector)
         self._loop.set_exception_handler(self._handle)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._calls: set[Call[Any]] = set()
         self._stopped = False
+        self._watching = False
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
 
     def start(self) -> None:
-        # Tasks of the loop inherit an empty context, not that of whoever called `init`.
         contextvars.Context().run(self._thread.start)
 
-    def call(self, make: Callable[[], Coroutine[Any, Any, T]], *, patience: float) -> Call[T]:
-        """Run a coroutine on the core, in a copy of the caller's context.
+    def call(
+        self,
+        make: Callable[[], Coroutine[Any, Any, T]],
+        *,
+        patience: float,
+        context: contextvars.Context | None = None,
+    ) -> Call[T]:
+        """A coroutine to be run on the core, in a copy of the caller's context; its `wait` or `result` sends it there.
 
         `patience` (s) bounds how long a cancelled caller waits for it to settle; the coroutine itself keeps a
         tighter bound, so this one is reached only when the core is stuck.
         """
         self.check_process()
-        call = Call(self, make, patience)
+        return Call(self, make, patience, contextvars.copy_context() if context is None else context)
+
+    def send(self, call: Call[Any]) -> None:
+        """Begin a call, from any thread; on a core that has ended it fails."""
+        self._calls.add(call)  # before it is sent: a core that ends right now finds it here
         try:
-            self._loop.call_soon_threadsafe(call.begin, context=contextvars.copy_context())
-        except RuntimeError as error:
-            raise finalized() from error
-        return call
+            self._loop.call_soon_threadsafe(call.begin, context=call.context)
+        except RuntimeError:
+            call.fail(finalized())
 
     def check_process(self) -> None:
         """RuntimeError in a forked child: the core's thread did not come along."""
@@ -74,12 +90,17 @@ class CoreLoop:
 
     def stop(self, timeout: float) -> bool:
         """Stop the loop and join its thread; False when it did not end within `timeout` seconds."""
-        self._stopped = True
-        if not report_to(self._loop, self._loop.stop):
-            return True
+        if not self._stopped:
+            self._stopped = True
+            report_to(self._loop, self._loop.stop)  # once only: a second one would cut `_finish` short
         if self.on_core_thread():
             return False
         self._thread.join(timeout)
+        return self.stopped
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the thread has ended. Asking does not stop it."""
         return not self._thread.is_alive()
 
     def pending(self) -> list[str]:
@@ -99,16 +120,29 @@ class CoreLoop:
 
     def _finish(self) -> None:
         """Nothing may outlive the loop: what still runs is cancelled, who still waits is told."""
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self._loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+        bound = Deadline.after_ms(_FINISH * 1000)
+        while (tasks := asyncio.all_tasks(self._loop)) and not bound.expired:
+            for task in tasks:
+                task.cancel()  # which may make others: a connection that ends is dialled again
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=_FINISH / 10))
         self._loop.run_until_complete(asyncio.sleep(0))
-        for call in tuple(self._calls):
-            call.fail(finalized())
         asyncio.set_event_loop(None)
         self._loop.close()
+        for call in tuple(self._calls):
+            call.fail(finalized())
+
+    def watch_callers(self) -> None:
+        """While calls run, look now and then whether a caller's loop has closed under its call."""
+        if not self._watching:
+            self._watching = True
+            self._loop.call_later(_WATCH, self._look, context=contextvars.Context())
+
+    def _look(self) -> None:
+        self._watching = False
+        for call in tuple(self._calls):
+            call.check_caller()
+        if self._calls:
+            self.watch_callers()
 
     def _handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self._on_bug(f"{context.get('message')}: {context.get('exception')!r}")
@@ -120,47 +154,78 @@ class CoreLoop:
 class Call(Generic[T]):
     """One call on its way. Wait for it once, with `wait` (blocking) or `result` (awaiting)."""
 
-    def __init__(self, core: CoreLoop, make: Callable[[], Coroutine[Any, Any, T]], patience: float) -> None:
+    def __init__(
+        self,
+        core: CoreLoop,
+        make: Callable[[], Coroutine[Any, Any, T]],
+        patience: float,
+        context: contextvars.Context,
+    ) -> None:
+        self.context = context
         self.orphaned: Callable[[], None] | None = None
         self._core = core
         self._make = make
         self._patience = patience
         self._task: asyncio.Task[T] | None = None
-        self._lock = threading.Lock()  # protects _outcome and _waiter, set from two threads
+        self._caller: asyncio.AbstractEventLoop | None = None
+        self._waiter: Callable[[], bool] = bool
+        self._lock = threading.Lock()  # protects _outcome: a core that ends is noticed by two threads
         self._outcome: Outcome | None = None
-        self._waiter: Callable[[], bool] | None = None
 
     # -- on the core's thread ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self._core._calls.add(self)
+        if self._outcome is not None:  # interrupted on its way
+            return
         self._task = self._core.loop.create_task(self._make(), name="kvpull-call")
         self._task.add_done_callback(self._ended)
+        if self._caller is not None:
+            self._core.watch_callers()
+
+    def check_caller(self) -> None:
+        """A caller whose loop has closed can neither take the result nor cancel: do the latter for it."""
+        if self._caller is not None and self._caller.is_closed():
+            self._orphan()
+            self._cancel()
 
     def _ended(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
-            self._settle((None, asyncio.CancelledError()))
+            self._set((None, asyncio.CancelledError()))
         elif (error := task.exception()) is not None:
-            self._settle((None, error))
+            self._set((None, error))
         else:
-            self._settle((task.result(), None))
+            self._set((task.result(), None))
+        self._task = None
+        if self._outcome is None or self._outcome[0] is None:
+            self._wake()
+        else:  # when nothing here refers to the result any more: a cache that its caller drops is gone at once
+            self._core.loop.call_soon(self._wake)
 
-    def fail(self, error: LLMException) -> None:
-        self._settle((None, error))
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, unless it has ended."""
+        self._set((None, error))
+        self._wake()
 
-    def _settle(self, outcome: Outcome) -> None:
-        self._core._calls.discard(self)
+    def _set(self, outcome: Outcome) -> None:
         with self._lock:
-            if self._outcome is not None:
-                return
-            self._outcome = outcome
-            waiter = self._waiter
-        if waiter is not None and not waiter() and self.orphaned is not None:
-            self.orphaned()
+            if self._outcome is None:
+                self._outcome = outcome
+
+    def _wake(self) -> None:
+        self._core._calls.discard(self)
+        if not self._waiter():
+            self._orphan()
+
+    def _orphan(self) -> None:
+        orphaned, self.orphaned = self.orphaned, None
+        if orphaned is not None:
+            orphaned()
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        else:
+            self.fail(asyncio.CancelledError())
 
     # -- on the caller's --------------------------------------------------------------------------------------------
 
@@ -178,36 +243,35 @@ class Call(Generic[T]):
         return self._outcome is not None and self._outcome[1] is None
 
     def wait(self, bound: float | None = None) -> T:
-        """Block until it has ended, at most `bound` seconds (then LLMTimeoutError).
+        """Run it, and block until it has ended, at most `bound` seconds (then LLMTimeoutError).
 
         An exception raised meanwhile by a signal handler (KeyboardInterrupt) cancels the call and is raised once that
         has settled; a second one is raised at once.
         """
         if self._core.on_core_thread():
-            self.cancel()
             raise RuntimeError("the blocking API was called from the core's own thread, which it would wait for")
         ended = threading.Event()
-        self._listen(partial(_signal, ended))
+        self._waiter = partial(_signal, ended)
         try:
-            in_time = ended.wait(bound)
+            self._core.send(self)
+            ended.wait(bound)
         except BaseException:
             self.cancel()
             ended.wait(self._patience)
             raise
-        if not in_time:
-            self.cancel()
-            raise LLMTimeoutError(f"the core did not answer within {bound} s")
-        return self._unpack()
+        return self._in_time(bound)
 
-    async def result(self) -> T:
-        """Await it on the running loop, whichever that is. A cancelled caller gets CancelledError once the call has
-        settled; further cancellations meanwhile are absorbed.
+    async def result(self, bound: float = math.inf) -> T:
+        """Run it, and await it on the running loop, whichever that is; at most `bound` seconds (then LLMTimeoutError).
+
+        A cancelled caller gets CancelledError once the call has settled; further cancellations meanwhile are absorbed.
         """
-        loop = asyncio.get_running_loop()
+        loop = self._caller = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
-        self._listen(lambda: report_to(loop, _resolve, ended))
+        self._waiter = partial(report_to, loop, _resolve, ended)
+        self._core.send(self)
         try:
-            await asyncio.shield(ended)
+            await asyncio.wait([ended], timeout=None if math.isinf(bound) else bound)
         except asyncio.CancelledError:
             self.cancel()
             await absorb([ended], NEVER.sooner(self._patience))
@@ -215,18 +279,14 @@ class Call(Generic[T]):
         except GeneratorExit:  # the caller's loop is going away and cannot wait
             self.cancel()
             raise
-        return self._unpack()
+        return self._in_time(bound)
 
-    def _listen(self, waiter: Callable[[], bool]) -> None:
-        with self._lock:
-            if self._outcome is None:
-                self._waiter = waiter
-                return
-        waiter()
-
-    def _unpack(self) -> T:
-        assert self._outcome is not None
+    def _in_time(self, bound: float | None) -> T:
+        if self._outcome is None:
+            self.cancel()
+            raise LLMTimeoutError(f"the core did not answer within {bound} s")
         value, error = self._outcome
+        self._outcome = (None, error)
         if error is None:
             result: T = value
             return result

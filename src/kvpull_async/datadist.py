@@ -6,7 +6,9 @@ It must not wait.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvpull_async.config import Settings
@@ -35,6 +37,7 @@ class DataDist:
         self.role = instance("role", role, LLMRole)
         self.cluster_id = uint64("cluster_id", cluster_id)
         self._dropped = dropped
+        self._lock = threading.Lock()  # protects _engine: of two threads that call `init` or `finalize`, one does it
         self._engine: Engine | None = None
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -48,16 +51,18 @@ class DataDist:
 
     def start(self, options: object) -> Operation[None] | None:
         """The step that opens a new engine; None when there is one already. After a failure call `drop`."""
-        if self._engine is not None:
-            return None
-        given: Mapping[str, str] = instance("options", options, dict)
-        settings = Settings.from_options(self.role, self.cluster_id, given, environ=os.environ)
-        self._engine = Engine(settings, dropped=self._dropped)
-        return Operation(self._engine.open)
+        with self._lock:
+            if self._engine is not None:
+                return None
+            given: Mapping[str, str] = instance("options", options, dict)
+            settings = Settings.from_options(self.role, self.cluster_id, given, environ=os.environ)
+            self._engine = engine = Engine(settings, dropped=self._dropped)
+        return Operation("init", engine.open, lasting=True)
 
     def drop(self) -> Engine | None:
         """Forget the engine; the face then stops its threads."""
-        engine, self._engine = self._engine, None
+        with self._lock:
+            engine, self._engine = self._engine, None
         if engine is not None:
             self.role = engine.node.role
         return engine
@@ -96,7 +101,7 @@ class DataDist:
             return _answer(LLMStatusCode.LLM_PARAM_INVALID)
         if not self.newer and len(targets) > _OLDER_LIMIT:
             return _answer(LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT)
-        return self._codes(lambda: engine.link(targets, milliseconds), failed=None)
+        return self._codes("link_clusters", lambda: engine.link(targets, milliseconds), failed=None)
 
     def unlink_clusters(self, clusters: object, timeout: object, force: object) -> Operation[LinkResult]:
         engine = self.engine
@@ -106,10 +111,11 @@ class DataDist:
         if not targets:
             return _answer(LLMStatusCode.LLM_PARAM_INVALID)
         failed = None if self.newer else LLMStatusCode.LLM_UNLINK_FAILED
-        return self._codes(lambda: engine.unlink(targets, milliseconds, force=forced), failed=failed)
+        run = partial(engine.unlink, targets, milliseconds, force=forced)
+        return self._codes("unlink_clusters", run, failed=failed)
 
     def _codes(
-        self, run: Callable[[], Coroutine[Any, Any, list[LLMStatusCode]]], *, failed: LLMStatusCode | None
+        self, name: str, run: Callable[[], Coroutine[Any, Any, list[LLMStatusCode]]], *, failed: LLMStatusCode | None
     ) -> Operation[LinkResult]:
         newer = self.newer
 
@@ -117,13 +123,13 @@ class DataDist:
             codes = await run()
             return _overall(codes, newer=newer, failed=failed), codes
 
-        return Operation(with_overall)
+        return Operation(name, with_overall, lasting=True)
 
     def check_link_status(self, remote_cluster_id: object) -> Operation[None]:
         engine = self.engine
         require(not self.newer, "check_link_status is for the older mode (llm.EnableCacheManager is on)")
         cluster_id = uint64("remote_cluster_id", remote_cluster_id)
-        return Operation(lambda: engine.check_link_status(cluster_id))
+        return Operation("check_link_status", lambda: engine.check_link_status(cluster_id))
 
     def switch_role(self, role: object, switch_options: object) -> Operation[None]:
         """LLM-DataDist documentation: the older mode needs `enable_switch_role`, another role, and for PROMPT an
@@ -148,7 +154,7 @@ class DataDist:
                 raise LLMException("a link exists; unlink first", status_code=LLMStatusCode.LLM_EXIST_LINK)
             await engine.switch_role(wanted, settings)
 
-        return Operation(run)
+        return Operation("switch_role", run, lasting=True)
 
     def needs_newer(self, name: str) -> None:
         require(self.newer, f"{name} is for cache manager mode (llm.EnableCacheManager)")
@@ -163,7 +169,7 @@ def _answer(status: LLMStatusCode) -> Operation[LinkResult]:
     async def run() -> LinkResult:
         return status, []
 
-    return Operation(run)
+    return Operation("link_clusters", run)
 
 
 def _timeout(timeout: object) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextvars
 import os
 import secrets
 import time
@@ -17,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 from kvpull_async import observe
 from kvpull_async._deadline import Deadline
-from kvpull_async._workers import Workers
+from kvpull_async._workers import Workers, report_to
 from kvpull_async.config import Settings
 from kvpull_async.core import Call, CoreLoop
 from kvpull_async.lane import Lane
@@ -35,10 +36,27 @@ from kvpull_async.transport.inproc import InprocTransport
 from kvpull_async.transport.tcp import TcpTransport
 from kvpull_async.values import LLMRole, Placement
 
-__all__ = ["CODES", "Engine", "awaited", "blocked", "live_engines"]
+__all__ = [
+    "CODES",
+    "Engine",
+    "awaited",
+    "blocked",
+    "close_awaited",
+    "close_bounded",
+    "end",
+    "end_awaited",
+    "live_engines",
+]
 
 T = TypeVar("T")
 _WORKERS: Final = 2
+_INLINE_MOST: Final = 2**20
+"""Most bytes that a peer may ask to have put on a grant. Its own `inline_limit` decides, not this side's: a puller that
+expects them there has no payload connection.
+"""
+_POLL: Final = 0.001
+_TEARDOWN: Final = 0.5
+"""Seconds that threads have to end after what they did has been stopped."""
 _PATIENCE: Final = 5.0
 """Seconds on top of `settle_timeout` that a cancelled caller waits for a core that should have answered long ago."""
 
@@ -87,7 +105,6 @@ class Engine:
         self.links = Links(self._context(), CODES[settings.cache_manager_mode])
         self.node = Node(settings.role, settings, self.registry, self.workers, self.counters, self.log, self.links.find)
         self._listeners: list[Listener] = []
-        self._stop_asked = 0.0
         self.core.start()
         _live.add(self)
 
@@ -116,7 +133,7 @@ class Engine:
             workers=self.workers,
             log=self.log,
             counters=self.counters,
-            inline_limit=self.settings.inline_limit,
+            inline_limit=_INLINE_MOST,
             lease_margin=self.settings.lease_margin_ms / 1000,
             peer_left=peer_left,
         )
@@ -125,6 +142,7 @@ class Engine:
 
     async def open(self) -> None:
         """Listen, when the settings say so. LLMException with the address when that is impossible."""
+        await self.links.prepare()
         for name, nearest in self.settings.unknown_options:
             self.log.warning("config.unknown_option", option=name, nearest=nearest)
         for name in self.settings.ignored_options:
@@ -165,12 +183,12 @@ class Engine:
         deadline = Deadline.after_ms(self.settings.close_timeout_ms)
         await self.stop_listening()
         await self.links.close(deadline)
-        self.registry.closed = True
         for entry in self.registry.entries():
             if entry.quarantined:
                 _leaked.append(entry)
                 self.counters.add("regions_leaked")
                 self.log.error("region.leaked", cache_id=entry.cache_id, reason="a transfer could not be stopped")
+        self.registry.close()
 
     async def check_link_status(self, cluster_id: int) -> None:
         link = self.links.find(cluster_id)
@@ -207,27 +225,33 @@ class Engine:
     # -- around the core --------------------------------------------------------------------------------------------
 
     def call(self, operation: Operation[T]) -> Call[T]:
-        return self.core.call(operation.start, patience=self.settings.settle_timeout_ms / 1000 + _PATIENCE)
+        context = contextvars.Context() if operation.lasting else None
+        patience = self.settings.settle_timeout_ms / 1000 + _PATIENCE
+        return self.core.call(operation.start, patience=patience, context=context)
 
     def ask_to_stop(self) -> None:
-        """Begin to end the threads; `stopped` says whether they have."""
+        """Begin to end the threads; `ended` says whether they have."""
         _live.discard(self)
-        self._stop_asked = time.monotonic()
+        report_to(self.core.loop, self.links.refuse)  # also when `close` was interrupted: nothing begins anew
         self.core.stop(0)
 
-    def join(self) -> None:
-        """Wait, bounded, for the threads to end."""
-        bound = self.settings.close_timeout_ms / 1000
-        clean = self.core.stop(bound)
-        busy = self.workers.close(bound if clean else 0)
-        if busy or not clean:
-            self.log.error("engine.stuck", workers=busy, core=not clean)
-        self.memory.close()
-        self.events.close(bound)
+    def ended(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds for the core's and the workers' threads to end; 0 is only a look."""
+        deadline = Deadline.after_ms(timeout * 1000)
+        return self.core.stop(deadline.remaining) and not self.workers.close(deadline.remaining)
+
+    def stuck(self) -> None:
+        """They did not: say which."""
+        self.log.error("engine.stuck", workers=self.workers.close(0), core=not self.core.stop(0))
+
+    def snapshot(self) -> dict[str, int]:
+        """The counters, with that of the log; from any thread."""
+        lost = {"events_dropped": self.events.dropped} if self.events.dropped else {}
+        return {**self.counters.snapshot(), **lost}
 
     @property
     def stopped(self) -> bool:
-        return self.core.stop(0)
+        return self.core.stopped
 
     def close_after_fork(self) -> None:
         self._tcp.close_after_fork()
@@ -242,48 +266,54 @@ class Engine:
 
 async def awaited(engine: Engine, operation: Operation[T]) -> T:
     """Run an operation from any loop; its last log event is written on this thread."""
-    report = operation.report
-    if report is not None:
-        report.started_event()
     call = engine.call(operation)
-    call.orphaned = lambda: engine.log.warning("pull.orphaned", reason="the caller's loop has closed")
-    try:
-        result = await call.result()
-    except BaseException as error:
-        _ended(operation, call, error)
-        raise
-    if report is not None:
-        report.finished_event()
-    return result
+    fields = {"pull_id": operation.report.pull_id} if operation.report is not None else {}
+    call.orphaned = lambda: engine.log.warning(
+        "pull.orphaned", operation=operation.name, reason="the caller's loop has closed", **fields
+    )
+    with _Told(operation, call):
+        return await call.result()
 
 
 def blocked(engine: Engine, operation: Operation[T]) -> T:
     """Run an operation and block this thread until it has ended."""
-    report = operation.report
-    if report is not None:
-        report.started_event()
     call = engine.call(operation)
-    try:
-        result = call.wait()
-    except BaseException as error:
-        _ended(operation, call, error)
-        raise
-    if report is not None:
-        report.finished_event()
-    return result
+    with _Told(operation, call):
+        return call.wait()
 
 
-def _ended(operation: Operation[T], call: Call[T], error: BaseException) -> None:
-    if not call.ended and operation.cache is not None and operation.cache._binding is not None:
-        operation.cache._binding.abandon()  # the caller goes on while something may still write there
-    report = operation.report
-    if report is None:
-        return
-    if call.succeeded:
-        report.cancelled_late = True
-        report.finished_event()
-    else:
-        report.failed_event(error)
+class _Told:
+    """Around the wait for a call: its log events, and the fields of its error."""
+
+    def __init__(self, operation: Operation[Any], call: Call[Any]) -> None:
+        self._operation = operation
+        self._call = call
+        self._began = time.monotonic()
+
+    def __enter__(self) -> None:
+        if self._operation.report is not None:
+            self._operation.report.started_event()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        report = self._operation.report
+        if error is not None:
+            self._failed(error)
+        elif report is not None:
+            report.finished_event()
+
+    def _failed(self, error: BaseException) -> None:
+        report, cache = self._operation.report, self._operation.cache
+        if not self._call.ended and cache is not None and cache._binding is not None:
+            cache._binding.abandon()  # the caller goes on while something may still write there
+        if isinstance(error, LLMException):
+            error.operation = error.operation or self._operation.name
+            if error.elapsed_ms is None:
+                error.elapsed_ms = round((time.monotonic() - self._began) * 1000, 3)
+        if report is not None and self._call.succeeded:
+            report.cancelled_late = True
+            report.finished_event()
+        elif report is not None:
+            report.failed_event(error)
 
 
 def _after_fork() -> None:
@@ -294,12 +324,57 @@ def _after_fork() -> None:
 
 def close_bounded(engine: Engine) -> None:
     """`Engine.close` and the end of the threads, blocking, bounded even when the core is stuck."""
+    call, deadline = engine.call(Operation("finalize", engine.close)), _closing(engine)
     try:
-        call = engine.call(Operation(engine.close))
-        call.wait(engine.settings.close_timeout_ms / 1000 + _PATIENCE)
+        call.wait(deadline.remaining)
     finally:
-        engine.ask_to_stop()
-        engine.join()
+        end(engine, deadline)
+
+
+async def close_awaited(engine: Engine) -> None:
+    """As `close_bounded`, without holding the caller's loop."""
+    call, deadline = engine.call(Operation("finalize", engine.close)), _closing(engine)
+    try:
+        await call.result(deadline.remaining)
+    finally:
+        await end_awaited(engine, deadline)
+
+
+def end(engine: Engine, deadline: Deadline | None = None) -> None:
+    """End the threads, the log's last."""
+    bound = deadline or _closing(engine)
+    engine.ask_to_stop()
+    if not engine.ended(max(bound.remaining, _TEARDOWN)):
+        engine.stuck()
+    engine.memory.close()
+    engine.events.close(max(bound.remaining, _TEARDOWN))
+
+
+async def end_awaited(engine: Engine, deadline: Deadline | None = None) -> None:
+    """As `end`, without holding the caller's loop. When it is cancelled the threads end by themselves."""
+    bound = deadline or _closing(engine)
+    engine.ask_to_stop()
+    try:
+        if not await _until(engine.ended, max(bound.remaining, _TEARDOWN)):
+            engine.stuck()
+        await _until(engine.events.close, max(bound.remaining, _TEARDOWN))
+    finally:
+        engine.memory.close()
+        engine.events.close(0)
+
+
+def _closing(engine: Engine) -> Deadline:
+    return Deadline.after_ms(engine.settings.close_timeout_ms).later(_TEARDOWN)
+
+
+async def _until(done: Callable[[float], bool], timeout: float) -> bool:
+    """Look until it is done: a thread that ends sets no event."""
+    deadline = Deadline.after_ms(timeout * 1000)
+    while not done(0.0):
+        if deadline.expired:
+            return False
+        await asyncio.sleep(_POLL)
+    return True
 
 
 def _at_exit() -> None:

@@ -1,7 +1,16 @@
 """What a face needs of the core, in one place: `kvpull_sync` imports this and the public names, nothing else."""
 
 from kvpull_async.datadist import DataDist, LinkResult, checked
-from kvpull_async.engine import Engine, awaited, blocked, close_bounded, live_engines
+from kvpull_async.engine import (
+    Engine,
+    awaited,
+    blocked,
+    close_awaited,
+    close_bounded,
+    end,
+    end_awaited,
+    live_engines,
+)
 from kvpull_async.managers.manager import Manager, Operation, not_enabled
 from kvpull_async.transport.base import Address
 
@@ -15,7 +24,10 @@ __all__ = [
     "awaited",
     "blocked",
     "checked",
+    "close_awaited",
     "close_bounded",
+    "end",
+    "end_awaited",
     "live_engines",
     "not_enabled",
 ]

@@ -5,7 +5,6 @@ Every coroutine may be awaited from any event loop of any thread. It must not co
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from types import TracebackType
 from typing import ClassVar, NoReturn
@@ -13,11 +12,11 @@ from typing import ClassVar, NoReturn
 from kvpull_async.entry import (
     Address,
     DataDist,
-    Engine,
     LinkResult,
-    Operation,
     awaited,
     checked,
+    close_awaited,
+    end_awaited,
     not_enabled,
 )
 from kvpull_async.face_managers import CacheManager, KvCacheManager
@@ -27,8 +26,6 @@ from kvpull_async.values import (
 )
 
 __all__ = ["CacheManager", "KvCacheManager", "LLMDataDist"]
-
-_POLL = 0.001
 
 
 def _warn_dropped(cache_id: int) -> None:
@@ -58,10 +55,12 @@ class LLMDataDist:
         opening = self._core.start(options)
         if opening is None:
             return
+        engine = self._core.engine
         try:
-            await awaited(self._core.engine, opening)
+            await awaited(engine, opening)
         except BaseException:
-            await _stop(self._core.drop())
+            self._core.drop()
+            await end_awaited(engine)
             raise
         LLMDataDist.llm_engine_instance = self
 
@@ -71,13 +70,8 @@ class LLMDataDist:
         self._kv = self._cache = None
         if LLMDataDist.llm_engine_instance is self:
             LLMDataDist.llm_engine_instance = None
-        if engine is None:
-            return
-        try:
-            bound = engine.settings.close_timeout_ms / 1000
-            await asyncio.wait_for(awaited(engine, Operation(engine.close)), bound * 2)  # only a stuck core needs it
-        finally:
-            await _stop(engine)
+        if engine is not None:
+            await close_awaited(engine)
 
     async def __aenter__(self) -> LLMDataDist:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
         return self
@@ -100,7 +94,7 @@ class LLMDataDist:
     @property
     def counters(self) -> dict[str, int]:
         """What happened since `init`, by name. Our own."""
-        return self._core.engine.counters.snapshot()
+        return self._core.engine.snapshot()
 
     @property
     def kv_cache_manager(self) -> KvCacheManager:
@@ -132,7 +126,9 @@ class LLMDataDist:
     async def unlink_clusters(
         self, clusters: list[LLMClusterInfo], timeout: int = 3000, force: bool = False, *, raise_on_error: bool = False
     ) -> LinkResult:
-        """Unlink; returns as `link_clusters`. With `force` only this side is torn down; a dead peer is no failure."""
+        """Unlink; returns as `link_clusters`. With `force` this side is torn down without waiting for the peer, which is
+        only told; a dead or unknown one is no failure.
+        """
         result = await awaited(self._core.engine, self._core.unlink_clusters(clusters, timeout, force))
         return checked(result, "unlink_clusters", raise_on_error)
 
@@ -161,17 +157,3 @@ class LLMDataDist:
 
     def __repr__(self) -> str:
         return f"<LLMDataDist cluster={self.cluster_id} {self._core.role.name}>"
-
-
-async def _stop(engine: Engine | None) -> None:
-    """Stop the threads without holding this loop; what is left after the wait is a matter of milliseconds."""
-    if engine is None:
-        return
-    engine.ask_to_stop()
-    loop = asyncio.get_running_loop()
-    end = loop.time() + engine.settings.close_timeout_ms / 1000
-    try:
-        while not engine.stopped and loop.time() < end:  # noqa: ASYNC110  (a thread's end sets no event)
-            await asyncio.sleep(_POLL)
-    finally:
-        engine.join()

@@ -14,7 +14,7 @@ from kvpull_async.observe import Log
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import FrameError, Message
 from kvpull_async.protocol.session import Asked, Event, Failed, Peer, Ready, Received, Session, State
-from kvpull_async.status import LLMException, LLMStatusCode, fresh
+from kvpull_async.status import LLMException, LLMStatusCode, fresh, status_of
 from kvpull_async.transport.base import ControlChannel
 
 __all__ = ["Answer", "Lane"]
@@ -59,6 +59,11 @@ class Lane:
         return event.peer
 
     def welcome(self, *, token: bytes, path: str) -> Peer:
+        """Let the peer in. LLMException when it sent more before it was answered, which no honest peer does."""
+        if self.session.state is not State.DECIDING:
+            raise LLMException(
+                "the peer did not wait for the answer to its greeting", status_code=LLMStatusCode.LLM_LINK_FAILED
+            )
         self.session.welcome(token=token, path=path)
         self.channel.post(self.session.take_output())
         ready = self.session.next_event()
@@ -76,7 +81,8 @@ class Lane:
                 event = self.session.next_event()
                 if isinstance(event, Failed):
                     await self._farewell()
-                    raise LLMException(event.reason, status_code=event.status, peer=self.channel.peer)
+                    reason = f"{self.channel.peer} refused: {event.reason}" if event.by_peer else event.reason
+                    raise LLMException(reason, status_code=event.status, peer=self.channel.peer)
                 await self._flush()
                 if event is not None:
                     return event
@@ -88,7 +94,10 @@ class Lane:
 
     async def _farewell(self) -> None:
         """Send what is left to say and wait, bounded, for the peer to hang up: a reset would destroy the message."""
-        self.channel.post(self.session.take_output())
+        last_words = self.session.take_output()
+        if not last_words:
+            return
+        self.channel.post(last_words)
         try:
             async with Deadline.after_ms(500).scope():
                 while await self.channel.receive():
@@ -152,7 +161,7 @@ class Lane:
 
     def abort(self, reason: str = "the link was closed") -> None:
         """Break the connection now; everything that waits on it ends with an LLMException."""
-        self._end(LLMException(reason, status_code=LLMStatusCode.LLM_LINK_FAILED, peer=self.channel.peer))
+        self._end(self._broken(reason))
         if self._reader is not None:
             self._reader.cancel()
 
@@ -163,37 +172,46 @@ class Lane:
     def _check(self) -> None:
         if self.lost.done():
             raise fresh(self.lost.result())
+        if self.session.state is not State.READY:  # failed, and the reader is about to say why in `lost`
+            raise self._broken("the connection is ending")
 
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
         reason = "the connection was closed here"
         try:
             while self._dispatch():
+                await self._flush()
                 data = await self.channel.receive()
                 self._heard = loop.time()
                 if data:
                     self.session.receive(data)
                 else:
                     self.session.receive_eof()
-                await self._flush()
         except OSError as error:
             reason = f"the connection broke: {error}"
         except Exception as error:  # noqa: BLE001  (ends the lane, with the reason in the log)
             reason = f"internal error while reading: {error!r}"
             self._log.error("link.bug", peer=self.channel.peer, reason=repr(error))
         finally:
-            self._end(LLMException(reason, status_code=LLMStatusCode.LLM_LINK_FAILED, peer=self.channel.peer))
+            self._end(self._broken(reason))
+
+    def _broken(self, reason: str, status: LLMStatusCode = LLMStatusCode.LLM_LINK_FAILED) -> LLMException:
+        """What was asked and not answered has not happened, so it may be asked again."""
+        return LLMException(reason, status_code=status, peer=self.channel.peer, retry_safe=True)
 
     async def _flush(self) -> None:
+        """Send what the session owes. The serving side also waits until the peer has read its earlier answers, so that
+        a peer which only asks and never reads cannot make them pile up here.
+        """
         output = self.session.take_output()
-        if output:
+        if output or not self.session.requests:
             await self.channel.send(output)
 
     def _dispatch(self) -> bool:
         """Hand out what arrived; False when the session has failed."""
         while (event := self.session.next_event()) is not None:
             if isinstance(event, Failed):
-                self._end(LLMException(event.reason, status_code=event.status, peer=self.channel.peer))
+                self._end(self._broken(event.reason, event.status))
                 return False
             assert isinstance(event, Received)
             self._deliver(event.message, event.tail)
@@ -217,9 +235,8 @@ class Lane:
             self._on_message(message, tail)
 
     def _refusal(self, message: frames.Refuse) -> LLMException:
-        try:
-            status = LLMStatusCode(message.status)
-        except ValueError:
+        status = status_of(message.status)
+        if status is LLMStatusCode.LLM_SUCCESS:  # a refusal is never a success
             status = LLMStatusCode.LLM_FAILED
         return LLMException(message.reason, status_code=status, peer=self.channel.peer, retry_safe=True)
 
@@ -229,8 +246,7 @@ class Lane:
         if silent > self._silence:
             self.abort(f"the peer was silent for {silent:.1f} s")
             return
-        if self.session.requests:
-            self.post(frames.Ping(0))
+        self.post(frames.Ping(0))  # by this side's own clock: the peer may ask less often than this side gives it up
         self._beat = loop.call_later(self._heartbeat, self._tick)
 
     def _end(self, error: LLMException) -> None:

@@ -11,13 +11,12 @@ import random
 import time
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvpull_async._deadline import Deadline, absorb
-from kvpull_async._workers import Workers
 from kvpull_async.fifo import Fifo
 from kvpull_async.lane import Lane
-from kvpull_async.linkage import LinkContext, LinkState, Server, connect_error, text
+from kvpull_async.linkage import LinkContext, LinkState, Server, connect_error, first, text
 from kvpull_async.observe import PullReport
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
@@ -33,6 +32,9 @@ __all__ = ["Link"]
 
 _BACKOFF: Final = (0.02, 2.0)
 """Seconds before the second and, at most, before any later attempt to reconnect."""
+
+_RETURNS: Final = 5.0
+"""Seconds after a loss within which the side that dialled is the one to bring the link back."""
 
 _INCOMING_KEPT: Final = 30.0
 """Seconds that a link which the peer dialled waits for that peer to come back."""
@@ -50,6 +52,10 @@ class Link:
         self._context = context
         self._log = context.log.bind(cluster_id=cluster_id)
         settings = context.settings
+        self.inline_limit = settings.inline_limit
+        self.settle_timeout = settings.settle_timeout_ms / 1000
+        self.direct_memory = context.direct_memory
+        self.workers = context.workers
         self._fifo = Fifo(limit=settings.queue_limit, wait=settings.link_busy_policy == "queue")
         self._active: Pull | None = None
         self._lanes: dict[int, Lane] = {}
@@ -62,26 +68,12 @@ class Link:
         self._poke = asyncio.Event()
         self._reconnecting: asyncio.Task[None] | None = None
         self._lost_at = 0.0
+        self._losses = 0
+        self._reborn_after = (0, LLMException())
         self._trouble: LLMException | None = None
         self._closed_with: LLMException | None = None
 
     # -- what a pull needs ------------------------------------------------------------------------------------------
-
-    @property
-    def inline_limit(self) -> int:
-        return self._context.settings.inline_limit
-
-    @property
-    def settle_timeout(self) -> float:
-        return self._context.settings.settle_timeout_ms / 1000
-
-    @property
-    def direct_memory(self) -> bool:
-        return self._context.direct_memory
-
-    @property
-    def workers(self) -> Workers:
-        return self._context.workers
 
     @property
     def peer_name(self) -> str:
@@ -104,10 +96,21 @@ class Link:
 
     async def enter(self, pull: Pull) -> None:
         """Take the link's slot, in order of arrival."""
+        pull.losses_seen = self._losses
+        self._admit(pull)
+        await self._fifo.acquire()
+        try:
+            self._admit(pull)
+        except LLMException:
+            self._fifo.release()
+            raise
+        self._active = pull
+
+    def _admit(self, pull: Pull) -> None:
         if self._closed_with is not None:
             raise fresh(self._closed_with)
-        await self._fifo.acquire()
-        self._active = pull
+        if pull.losses_seen < self._reborn_after[0]:
+            raise fresh(self._reborn_after[1])
 
     def leave(self, pull: Pull) -> None:
         if self._active is pull:
@@ -137,16 +140,6 @@ class Link:
         self._context.counters.add("regions_quarantined")
         self._log.warning("region.quarantined", cache_id=entry.cache_id, pull_id=report.pull_id, peer=self.peer_name)
 
-    def broken(self, error: OSError) -> LLMException:
-        lane = self._lanes.get(self._own_lane)
-        if lane is not None and lane.lost.done():
-            return fresh(lane.lost.result())
-        return LLMException(
-            f"the transfer from {self.peer_name} broke: {error}",
-            status_code=LLMStatusCode.LLM_LINK_FAILED,
-            retry_safe=True,
-        )
-
     # -- connecting -------------------------------------------------------------------------------------------------
 
     async def connect(self, deadline: Deadline) -> None:
@@ -167,26 +160,26 @@ class Link:
         except BaseException:
             for lane in lanes:
                 lane.abort()
-            self.state = LinkState.POISONED if self.peer is not None else LinkState.NEW
+            if self.state is not LinkState.CLOSED:
+                self.state = LinkState.POISONED if self.peer is not None else LinkState.NEW
             raise
         if self._closed_with is not None:  # closed while the last greeting was on its way
             for lane in lanes:
                 lane.abort()
             raise fresh(self._closed_with)
-        self._install(peer, dict(enumerate(lanes)), transport)
+        self.adopt(peer, dict(enumerate(lanes)), transport)
 
     async def _open_lane(self, transport: Transport, lanes: list[Lane], *, token: bytes, deadline: Deadline) -> Peer:
         assert self.address is not None
         channel = await transport.dial(self.address)
-        lane = self._context.new_lane(channel, transport, dialer=True, lane=len(lanes), token=token)
+        lane = self._context.new_lane(
+            channel, transport, dialer=True, asked=self.cluster_id, lane=len(lanes), token=token
+        )
         lanes.append(lane)
         return await lane.dial(deadline)
 
     def adopt(self, peer: Peer, lanes: dict[int, Lane], transport: Transport) -> None:
-        """Take connections that the peer dialled."""
-        self._install(peer, lanes, transport)
-
-    def _install(self, peer: Peer, lanes: dict[int, Lane], transport: Transport) -> None:
+        """Take connections that have been greeted, whichever side dialled them."""
         if self.peer is not None and self.peer.incarnation != peer.incarnation:
             self._reborn()
         self._break()  # a peer that dials again has lost what it had, whether or not this side has noticed
@@ -211,7 +204,7 @@ class Link:
         self._notify(None)
 
     def _reborn(self) -> None:
-        """The peer is another process now: what was promised to the old one means nothing to it."""
+        """The peer is another process now: pulls from before it was lost fail, and what was promised to it is void."""
         error = LLMException(
             f"the peer {self.peer_name} was restarted (another incarnation); what it held is gone",
             status_code=LLMStatusCode.LLM_LINK_FAILED,
@@ -220,8 +213,8 @@ class Link:
         self._context.counters.add("incarnation_changes")
         self._log.warning("link.incarnation_changed", peer=self.peer_name)
         self._unacknowledged.clear()
-        self._fifo.fail_waiters(error)
-        if self._active is not None:
+        self._reborn_after = (self._losses, error)  # for those that wait in the queue
+        if self._active is not None and self._active.losses_seen < self._losses:
             self._active.stop(error)
 
     def _receive(self, message: Message, tail: bytes) -> None:
@@ -238,10 +231,12 @@ class Link:
     # -- losing and regaining the connection ------------------------------------------------------------------------
 
     def _lane_lost(self, lane: Lane, lost: asyncio.Future[LLMException]) -> None:
-        if self.state is not LinkState.READY or lane not in self._lanes.values():
+        answering = self._bye is not None and lane is not self._lanes[self._own_lane]  # to a goodbye, by hanging up
+        if answering or self.state is not LinkState.READY or lane not in self._lanes.values():
             return
         self.state = LinkState.POISONED
         self._lost_at = time.monotonic()
+        self._losses += 1
         self._trouble = error = lost.result()
         self._context.counters.add("links_lost")
         self._log.warning("link.lost", peer=self.peer_name, reason=str(error))
@@ -249,10 +244,10 @@ class Link:
         if self.address is not None:
             self._reconnecting = asyncio.get_running_loop().create_task(self._reconnect(), name="kvpull-reconnect")
         else:
-            asyncio.get_running_loop().call_later(_INCOMING_KEPT, self._not_back)
+            asyncio.get_running_loop().call_later(_INCOMING_KEPT, self._not_back, self._lost_at)
 
-    def _not_back(self) -> None:
-        if self.state is LinkState.POISONED:
+    def _not_back(self, lost_at: float) -> None:
+        if self.state is LinkState.POISONED and self._lost_at == lost_at:
             self.refuse(LLMException(f"the peer is gone{self.trouble}", status_code=LLMStatusCode.LLM_NOT_YET_LINK))
             self._context.gone(self)
 
@@ -268,10 +263,10 @@ class Link:
         """Try until it works or the link is closed, with growing pauses; a waiting pull cuts a pause short."""
         pause = 0.0
         while self._closed_with is None:
-            self._poke.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 async with Deadline.after_ms(pause * 1000 * random.uniform(0.5, 1.0)).scope():  # noqa: S311  (jitter)
                     await self._poke.wait()
+            self._poke.clear()
             began = time.monotonic()
             try:
                 await self.connect(Deadline.after_ms(self._context.settings.handshake_timeout_ms))
@@ -323,11 +318,13 @@ class Link:
         """
         async with deadline.scope():
             await self._fifo.idle()
-            lane = await self.ready(deadline)
+            if self.state is not LinkState.READY:
+                raise LLMException(f"the link is down{self.trouble}", status_code=LLMStatusCode.LLM_LINK_FAILED)
+            lane = self._lanes[self._own_lane]
             await self.flush(deadline)
             self._bye = asyncio.get_running_loop().create_future()
             await lane.send(frames.Bye())
-            await _first(self._bye, lane.lost)
+            await first(self._bye, lane.lost)
             if not self._bye.done():
                 raise fresh(lane.lost.result())
 
@@ -343,7 +340,7 @@ class Link:
         self._flushed.add(flushed)
         try:
             lane = self._lanes[self._own_lane]
-            await _first(flushed, lane.lost, timeout=deadline.remaining)
+            await first(flushed, lane.lost, timeout=deadline.remaining)
             return flushed.done()
         finally:
             self._flushed.discard(flushed)
@@ -356,7 +353,22 @@ class Link:
 
     def reopen(self) -> None:
         """Take back `refuse`: the goodbye failed and the link stays."""
-        self._closed_with = None
+        self._closed_with, bye, self._bye = None, self._bye, None
+        if bye is not None:  # the peer may act on it whenever it likes; a new connection makes it void
+            self._lanes[self._own_lane].abort("a goodbye on it was not answered")
+        if self.state is LinkState.POISONED and self._reconnecting is not None and self._reconnecting.done():
+            self._reconnecting = asyncio.get_running_loop().create_task(self._reconnect(), name="kvpull-reconnect")
+
+    def wave(self) -> None:
+        """Tell the peer, without waiting, that this end goes: else the side that dialled would only dial again."""
+        if self.state is LinkState.READY:
+            self._lanes[self._own_lane].post(frames.Bye())
+
+    def returns(self) -> bool:
+        """Whether it is there, or about to be back, now in a hurry: lost just now, and the peer did not refuse."""
+        self._poke.set()
+        refused = self._trouble is not None and self._trouble.status_code == LLMStatusCode.LLM_ALREADY_LINK
+        return self.state is LinkState.READY or (not refused and time.monotonic() - self._lost_at < _RETURNS)
 
     async def close(self, error: LLMException, deadline: Deadline) -> None:
         """End the link and everything on it, and wait, bounded, until no thread or task of it is left."""
@@ -386,11 +398,3 @@ class Link:
 
     def __repr__(self) -> str:
         return f"<Link cluster={self.cluster_id} {self.peer_name} {self.state.value} {self._fifo!r}>"
-
-
-async def _first(
-    one: asyncio.Future[None], other: asyncio.Future[LLMException], *, timeout: float | None = None
-) -> None:
-    """Wait until either is done, or the timeout (s) is over."""
-    both: list[asyncio.Future[Any]] = [one, other]
-    await asyncio.wait(both, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

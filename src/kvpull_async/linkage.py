@@ -17,10 +17,10 @@ from kvpull_async.lane import Lane
 from kvpull_async.observe import Counters, Log
 from kvpull_async.protocol.frames import Message
 from kvpull_async.protocol.session import Identity, Peer, Session
-from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, fresh
 from kvpull_async.transport.base import Address, ControlChannel, DataPath, Transport
 
-__all__ = ["LinkContext", "LinkState", "Server", "connect_error", "text"]
+__all__ = ["LinkContext", "LinkState", "Server", "broken", "connect_error", "first", "text"]
 
 
 class LinkState(enum.Enum):
@@ -61,13 +61,15 @@ class LinkContext:
         names = ", ".join(transport.name for transport in self.transports)
         raise LLMException(f"{text(address)} is out of reach of {names}", status_code=LLMStatusCode.LLM_LINK_FAILED)
 
-    def new_lane(self, channel: ControlChannel, transport: Transport, *, dialer: bool, lane: int, token: bytes) -> Lane:
+    def new_lane(
+        self, channel: ControlChannel, transport: Transport, *, dialer: bool, asked: int = 0, lane: int, token: bytes
+    ) -> Lane:
         identity = Identity(
             self.identity.cluster_id, self.identity.incarnation, (transport.name,), self.identity.secret
         )
         return Lane(
             channel,
-            Session(identity, dialer=dialer, lane=lane, token=token),
+            Session(identity, dialer=dialer, asked=asked, lane=lane, token=token),
             log=self.log,
             heartbeat=self.settings.heartbeat_interval_ms / 1000,
             silence=self.settings.heartbeat_timeout_ms / 1000,
@@ -83,6 +85,22 @@ def connect_error(error: BaseException, where: str) -> LLMException:
     known = LLMException(f"{where}: {error}", status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)
     known.__cause__ = error
     return known
+
+
+def broken(error: OSError, lane: Lane | None, peer: str) -> LLMException:
+    """Why a transfer from the peer broke: with its connection, if that is lost."""
+    if lane is not None and lane.lost.done():
+        return fresh(lane.lost.result())
+    reason = f"the transfer from {peer} broke: {error}"
+    return LLMException(reason, status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)
+
+
+async def first(
+    one: asyncio.Future[None], other: asyncio.Future[LLMException], *, timeout: float | None = None
+) -> None:
+    """Wait until either is done, or the timeout (s) is over."""
+    both: list[asyncio.Future[Any]] = [one, other]
+    await asyncio.wait(both, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
 def text(address: Address | None) -> str:

@@ -28,6 +28,7 @@ __all__ = ["Codes", "Links", "Target"]
 
 _RECORDS: Final = 1024
 _RETRY_PAUSE: Final = 0.05
+_ARRIVAL: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class Links:
         self._arrivals: set[asyncio.Future[None]] = set()
         self._closings: set[asyncio.Task[None]] = set()
         self._closed = False
+
+    async def prepare(self) -> None:
+        """Have anyio import its backend now, while nothing else waits for the core's loop."""
+        async with anyio.create_task_group():
+            pass
 
     # -- finding ----------------------------------------------------------------------------------------------------
 
@@ -117,37 +123,48 @@ class Links:
     async def _dial(self, target: Target, deadline: Deadline) -> LLMStatusCode:
         link = Link(self._context, target.cluster_id, target.address)
         tries = self._context.settings.link_retry_count
-        for attempt in range(1, tries + 1):
+        while True:
             try:
                 await link.connect(deadline)
+                break
             except (LLMException, OSError, asyncio.TimeoutError) as raised:
                 error = connect_error(raised, _text(target))
-                if error.status_code == LLMStatusCode.LLM_ALREADY_LINK:
-                    return await self._wait_for(target, error, deadline)
-                if attempt == tries or deadline.expired:
-                    return self._failed(target, str(error), self._code_of(error))
-                await asyncio.sleep(min(_RETRY_PAUSE, deadline.remaining))
-            else:
-                break
+            superseded = error.status_code == LLMStatusCode.LLM_ALREADY_LINK
+            if superseded and await self._arrived(target.cluster_id, deadline.sooner(_ARRIVAL)):
+                return LLMStatusCode.LLM_SUCCESS
+            tries -= not superseded
+            if not tries or deadline.expired:
+                return self._failed(target, str(error), self._code_of(error))
+            await asyncio.sleep(min(_RETRY_PAUSE, deadline.remaining))
         if self._closed:
             await link.close(_finalized(), Deadline.after_ms(100))
             return LLMStatusCode.LLM_ENGINE_FINALIZED
+        assert link.peer is not None
+        twin = self._incoming.get(link.peer.incarnation)
+        if twin is not None and twin.state is not LinkState.READY:
+            self._end(twin, "this side has dialled anew")
+        elif twin is not None and self._context.identity.incarnation < link.peer.incarnation:
+            await link.close(_superseded(), Deadline.after_ms(100))
+            return LLMStatusCode.LLM_SUCCESS
         self._dialled[target.cluster_id] = link
         return LLMStatusCode.LLM_SUCCESS
 
-    async def _wait_for(self, target: Target, error: LLMException, deadline: Deadline) -> LLMStatusCode:
-        """Both sides dialled at once and the peer's connection is the one that counts."""
-        while not deadline.expired:
-            found = self.find(target.cluster_id)
+    async def _arrived(self, cluster_id: int, deadline: Deadline) -> bool:
+        """Both sides dialled at once and the peer's connection is the one that counts. If it does not come in time,
+        this side dials again: the peer may have meant another one of this cluster id, or have failed.
+        """
+        while True:
+            found = self.find(cluster_id)
             if found is not None and found.state is LinkState.READY:
-                return LLMStatusCode.LLM_SUCCESS
+                return True
+            if deadline.expired:
+                return False
             arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._arrivals.add(arrival)
             try:
                 await asyncio.wait([arrival], timeout=deadline.remaining)
             finally:
                 self._arrivals.discard(arrival)
-        return self._failed(target, str(error), LLMStatusCode.LLM_ALREADY_LINK)
 
     def _code_of(self, error: LLMException) -> LLMStatusCode:
         return self._codes.timeout if isinstance(error, LLMTimeoutError) else LLMStatusCode(error.status_code)
@@ -180,24 +197,21 @@ class Links:
             lane.abort()
 
     async def _admit(self, peer: Peer, lane: Lane, transport: Transport) -> bool:
+        refusal = self._refusal(peer)
+        if refusal is not None:
+            half = self._halves.get(peer.token)
+            if half is not None and half.peer.incarnation == peer.incarnation:
+                self._drop_half(peer.token, refusal[1])
+            await lane.reject(*refusal)
+            raise LLMException(refusal[1], status_code=refusal[0])
         if peer.lane == 0:
-            refusal = self._refusal(peer)
-            if refusal is not None:
-                await lane.reject(*refusal)
-                raise LLMException(refusal[1], status_code=refusal[0])
             token = secrets.token_bytes(16)
-            half = _Half(lane.welcome(token=token, path=transport.name), lane, transport)
-            self._halves[token] = half
+            self._halves[token] = _Half(lane.welcome(token=token, path=transport.name), lane, transport)
             timeout = self._context.settings.handshake_timeout_ms / 1000
-            asyncio.get_running_loop().call_later(timeout, self._drop_half, token)
+            asyncio.get_running_loop().call_later(timeout, self._drop_half, token, "its second connection did not come")
             return True
-        half_link = self._halves.pop(peer.token, None)
-        if half_link is None or half_link.peer.incarnation != peer.incarnation:
-            reason = "the second connection of a link that does not exist"
-            await lane.reject(LLMStatusCode.LLM_LINK_FAILED, reason)
-            raise LLMException(reason, status_code=LLMStatusCode.LLM_LINK_FAILED)
         lane.welcome(token=peer.token, path=transport.name)
-        self._install(half_link, lane)
+        self._install(self._halves.pop(peer.token), lane)
         return True
 
     def _refusal(self, peer: Peer) -> tuple[LLMStatusCode, str] | None:
@@ -206,19 +220,30 @@ class Links:
             return LLMStatusCode.LLM_ENGINE_FINALIZED, "this engine is being finalized"
         own = self._context.identity.incarnation
         ours = self._dialled.get(peer.cluster_id)
-        theirs = ours.peer.incarnation if ours is not None and ours.peer is not None else own
-        if ours is not None and theirs == peer.incarnation != own and ours.state is LinkState.READY:
+        if ours is not None and self._same(ours, peer) and ours.returns():
             return LLMStatusCode.LLM_ALREADY_LINK, "this side has dialled the same peer already"
-        if peer.cluster_id in self._dialling and own > peer.incarnation:
+        redialled = peer.incarnation in self._incoming  # the peer restores what it had: that counts
+        if peer.cluster_id in self._dialling and own > peer.incarnation and not redialled:
             return LLMStatusCode.LLM_ALREADY_LINK, "both sides dial at once; this side's connection counts"
-        if len(self.all()) + len(self._halves) >= self._context.settings.max_links:
-            return LLMStatusCode.LLM_LINK_FAILED, f"this engine has {self._context.settings.max_links} links already"
+        if peer.lane == 0:
+            limit = self._context.settings.max_links
+            full = len(self.all()) + len(self._halves) >= limit
+            return (LLMStatusCode.LLM_LINK_FAILED, f"this engine has {limit} links already") if full else None
+        half = self._halves.get(peer.token)
+        if half is None or half.peer.incarnation != peer.incarnation:
+            return LLMStatusCode.LLM_LINK_FAILED, "the second connection of a link that does not exist"
         return None
 
-    def _drop_half(self, token: bytes) -> None:
+    def _same(self, link: Link, peer: Peer) -> bool:
+        """Whether the link goes to that very process, which is not this one."""
+        known = link.peer.incarnation if link.peer is not None else b""
+        return known == peer.incarnation != self._context.identity.incarnation
+
+    def _drop_half(self, token: bytes, reason: str) -> None:
         half = self._halves.pop(token, None)
         if half is not None:
-            half.lane.abort("the link's second connection did not come")
+            self._context.log.warning("link.rejected", peer=half.lane.channel.peer, reason=reason)
+            half.lane.abort(reason)
 
     def _install(self, half: _Half, lane: Lane) -> None:
         peer = half.peer
@@ -229,6 +254,9 @@ class Links:
                 and old.state is not LinkState.READY
             ):
                 self._end(old, "the peer was restarted")  # a restarted peer replaces its dead link
+        ours = self._dialled.get(peer.cluster_id)
+        if ours is not None and self._same(ours, peer):
+            self._end(ours, "the peer has dialled anew")
         link = self._incoming.get(peer.incarnation)
         if link is None:
             link = self._incoming[peer.incarnation] = Link(self._context, peer.cluster_id, None)
@@ -252,6 +280,7 @@ class Links:
         link.refuse(error)
         if force:
             await link.drain(deadline.sooner(self._context.settings.settle_timeout_ms / 1000))
+            link.wave()
         else:
             try:
                 await link.say_goodbye(deadline)
@@ -283,14 +312,18 @@ class Links:
         self._closings.add(task)
         task.add_done_callback(self._closings.discard)
 
+    def refuse(self) -> None:
+        """The engine ends: no link is made, accepted or restored any more, and no pull is begun."""
+        self._closed = True
+        for link in self.all():
+            link.refuse(_finalized())
+
     async def close(self, deadline: Deadline) -> None:
         """Finalize: end every link, after its acknowledgements had a bounded chance to be heard."""
-        self._closed = True
+        self.refuse()
         for token in list(self._halves):
-            self._drop_half(token)
+            self._drop_half(token, "this engine is being finalized")
         links = self.all()
-        for link in links:
-            link.refuse(_finalized())
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(self._close(link, deadline), name="kvpull-close-link") for link in links]
         await absorb([*tasks, *self._closings], deadline)
@@ -315,6 +348,10 @@ async def _each(targets: list[Target], one: Callable[[Target], Awaitable[LLMStat
         for index in range(len(targets)):
             group.start_soon(run, index)
     return codes
+
+
+def _superseded() -> LLMException:
+    return LLMException("the peer's own connection counts", status_code=LLMStatusCode.LLM_ALREADY_LINK, retry_safe=True)
 
 
 def _finalized() -> LLMException:

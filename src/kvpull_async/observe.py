@@ -56,6 +56,7 @@ class EventQueue:
     def __init__(self) -> None:
         self.dropped = 0
         self._told = 0
+        self._closing = False
         self._queue: queue.Queue[tuple[str, str, dict[str, Any]] | None] = queue.Queue(_QUEUE_LIMIT)
         self._thread = threading.Thread(target=self._run, name="kvpull-log", daemon=True)
         self._thread.start()
@@ -67,12 +68,14 @@ class EventQueue:
             self.dropped += 1
 
     def close(self, timeout: float) -> bool:
-        """Write what is queued; False when the sink did not finish within `timeout` seconds."""
+        """Write what is queued; False when the sink did not finish within `timeout` seconds. May be called again."""
         end = time.monotonic() + timeout
-        try:
-            self._queue.put(None, timeout=timeout)
-        except queue.Full:
-            return False
+        if not self._closing:
+            try:
+                self._queue.put(None, timeout=timeout)
+            except queue.Full:
+                return False
+            self._closing = True
         self._thread.join(max(0.0, end - time.monotonic()))
         return not self._thread.is_alive()
 
@@ -92,7 +95,7 @@ class Log:
         self._fields = fields
 
     def bind(self, **fields: Any) -> Log:
-        return Log(self._events, **self._fields, **fields)
+        return Log(self._events, **{**self._fields, **fields})
 
     def debug(self, event: str, **fields: Any) -> None:
         if structlog.is_configured() or _LOGGER.isEnabledFor(logging.DEBUG):

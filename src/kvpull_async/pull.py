@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING, Final
 
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Job
+from kvpull_async.linkage import broken
 from kvpull_async.memory.base import Batches, copy_batches, lend_bytes
 from kvpull_async.observe import PullReport
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Entry, Pin
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, fresh
-from kvpull_async.transport.base import Transfer
+from kvpull_async.transport.base import DataPath, Transfer
 
 if TYPE_CHECKING:
-    from kvpull_async.lane import Lane
+    from kvpull_async.lane import Answer, Lane
     from kvpull_async.link import Link
 
 __all__ = ["Pull", "Wanted"]
+
+_NOTICE: Final = 0.5
+"""Seconds within which the loss of a whole connection shows, once a part of it has broken."""
 
 GRACE: Final = 0.07
 """Seconds after the deadline within which a pull has settled or is quarantined; the rest of the promised 100 ms is
@@ -49,6 +53,9 @@ class Wanted:
 class Pull:
     """Runs once. `stop` ends it from elsewhere on the loop with an error instead of a cancellation."""
 
+    losses_seen: int = 0
+    """How often its link had been lost when it joined the queue."""
+
     def __init__(self, link: Link, wanted: Wanted) -> None:
         self._link = link
         self._wanted = wanted
@@ -57,7 +64,9 @@ class Pull:
         self._holds_slot = False
         self._pin: Pin | None = None
         self._lane: Lane | None = None
+        self._path: DataPath | None = None
         self._request_id: int | None = None
+        self._answer: asyncio.Future[Answer] | None = None
         self._transfer: Transfer | None = None
         self._committed = False
 
@@ -90,38 +99,58 @@ class Pull:
     async def _steps(self) -> None:
         wanted, link, report = self._wanted, self._link, self._wanted.report
         with report.phase("queue"):
+            await self._quarantine_over()  # outside the link's slot, which others need meanwhile
             await link.enter(self)
             self._holds_slot = True
             await self._claim_destination()
         with report.phase("connect"):
-            self._lane = lane = await link.ready(wanted.deadline)
-            report.peer, report.path = link.peer_name, link.path.name
-            streamed = wanted.at_most > link.inline_limit
-            if streamed:
-                await link.path.ready(wanted.deadline)
+            self._lane, self._path = lane, path = await self._connected()
+            report.peer, report.path = link.peer_name, path.name
         with report.phase("request"):
-            self._request_id, data, answer = lane.ask(
+            self._request_id, data, self._answer = lane.ask(
                 lambda number: wanted.request(number, wanted.deadline.remaining_ms), wanted.table
             )
             await lane.channel.send(data)
-            grant, payload = await answer
+            grant, payload = await self._answer
         with report.phase("copy"):
             landing, nbytes = wanted.land(grant)
             if grant.inline:
                 await self._land(landing, payload, nbytes)
             else:
-                self._transfer = link.path.fetch(grant.grant_id, landing, nbytes)
+                self._transfer = path.fetch(grant.grant_id, landing, nbytes)
                 await asyncio.shield(self._transfer.done)
         report.bytes = nbytes
         self._commit(grant)
 
-    async def _claim_destination(self) -> None:
+    async def _quarantine_over(self) -> None:
         entry = self._wanted.entry
-        if entry.quarantined:
-            await entry.idle(self._wanted.deadline, writers_only=True)
+        if entry.quarantined and not await entry.idle(self._wanted.deadline, writers_only=True):
+            raise asyncio.TimeoutError
+
+    async def _claim_destination(self) -> None:
+        await self._quarantine_over()
+        entry = self._wanted.entry
         if not entry.alive:
             raise LLMException(f"cache {entry.cache_id} was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
         self._pin = entry.pin(self._cut)
+
+    async def _connected(self) -> tuple[Lane, DataPath]:
+        """The connection to ask on and the path on which the bytes will come. As long as nothing has been asked, a
+        connection that breaks is only one that has to be made anew.
+        """
+        link, deadline = self._link, self._wanted.deadline
+        while True:
+            lane, path = await link.ready(deadline), link.path
+            try:
+                if self._wanted.at_most > link.inline_limit:
+                    await path.ready(deadline)
+            except OSError:
+                await asyncio.wait([lane.lost], timeout=deadline.sooner(_NOTICE).remaining)
+                if not lane.lost.done():
+                    raise
+            if not lane.lost.done():
+                return lane, path
+            await asyncio.sleep(0)  # the link hears of it now
 
     async def _land(self, landing: Batches, payload: bytes, nbytes: int) -> None:
         if len(payload) != nbytes:
@@ -153,15 +182,24 @@ class Pull:
     async def _clean_up(self) -> bool:
         """Stop what runs and wait until it has; True when the destination had to be quarantined instead."""
         transfer, unsafe = self._transfer, False
+        if self._lane is not None and self._request_id is not None:
+            self._lane.give_up(self._request_id, tell=True)
+        if transfer is None and self._path is not None and self._unanswered():
+            self._path.give_up()
         if transfer is not None:
             transfer.abort()
             with self._wanted.report.phase("settle"):
                 unsafe = not await absorb([transfer.settled], self._bound())
             if unsafe:
                 self._link.quarantine(self._wanted.entry, transfer.settled, self._wanted.report)
-        if self._lane is not None and self._request_id is not None:
-            self._lane.give_up(self._request_id, tell=True)
         return unsafe
+
+    def _unanswered(self) -> bool:
+        """Whether bytes may have been sent for a grant that nobody takes: unless the source refused, or never heard."""
+        answer = self._answer
+        if answer is None or self._wanted.at_most <= self._link.inline_limit:
+            return False
+        return not answer.done() or answer.cancelled() or answer.exception() is None
 
     def _bound(self) -> Deadline:
         end = self._wanted.deadline.later(GRACE)
@@ -177,7 +215,7 @@ class Pull:
         elif isinstance(error, asyncio.TimeoutError):
             known = LLMTimeoutError(f"the deadline passed {self._where()}", retry_safe=True)
         elif isinstance(error, OSError):
-            known = self._link.broken(error)
+            known = broken(error, self._lane, self._link.peer_name)
         else:
             known = LLMException(f"internal error: {error!r}", status_code=LLMStatusCode.LLM_FAILED)
         known.destination_unsafe = unsafe
@@ -185,6 +223,8 @@ class Pull:
         return known
 
     def _where(self) -> str:
+        if self._pin is None and self._wanted.entry.quarantined:
+            return "while its destination was quarantined"
         if not self._holds_slot:
             return "while the pull waited for earlier ones on its link"
         if self._request_id is None:

@@ -38,6 +38,7 @@ class Pin:
     def release(self) -> None:
         """May be called twice."""
         self._entry.unpin(self)
+        self.cut = _nothing  # it belongs to whoever holds this pin: together they would wait for the garbage collector
 
 
 @dataclass(eq=False)
@@ -105,6 +106,9 @@ class Entry:
         return self.alive or bool(self.bindings)
 
     def views(self) -> list[memoryview]:
+        """LLM_KV_CACHE_NOT_EXIST once it is released: registered memory may then be gone."""
+        if not self.alive:
+            raise LLMException(f"cache {self.cache_id} was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
         return self._backend.views(self.regions)
 
     def dropped(self) -> None:
@@ -123,7 +127,7 @@ class Entry:
 
     def abandon(self) -> None:
         """From any thread: a caller stops waiting for its pull to settle, so that what is pinned is quarantined."""
-        self._abandoned = True
+        self._abandoned = bool(self._pins)
 
     def quarantine(self, settled: asyncio.Future[None]) -> None:
         """Something may write here until `settled`; the memory is kept until then."""
@@ -278,6 +282,16 @@ class Registry:
             if entry is not None and entry.alive:
                 self.release(entry)
 
+    def close(self) -> None:
+        """Forget every cache: from now on its memory lives only as long as handles, and views of it, do."""
+        self.closed = True
+        for entry in self._entries.values():
+            entry.bindings.clear()
+        self._entries.clear()
+        self._keys.clear()
+        self._blocks.clear()
+        self._bindings.clear()
+
     def _handle_dropped(self, cache_id: int) -> None:
         if not self.closed:
             self._dropped(cache_id)
@@ -332,6 +346,10 @@ class Registry:
 
     def __repr__(self) -> str:
         return f"<Registry caches={len(self._entries)} keys={len(self._keys)} blocks={len(self._blocks)}>"
+
+
+def _nothing() -> None:
+    """What cutting a released pin does."""
 
 
 def key_id(key: CacheKey) -> KeyId:

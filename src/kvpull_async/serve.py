@@ -145,9 +145,7 @@ class Serving:
 
     async def _serve(self, request: frames.Request, tail: bytes, deadline: Deadline) -> None:
         began = time.monotonic()
-        log = self._log.bind(pull_id=request.pull_id, request_id=request.request_id, key=_name(request))
-        if request.traceparent:
-            log = log.bind(traceparent=request.traceparent)
+        log = self._log_of(request)
         pin: Pin | None = None
         try:
             offer = offers.find(self._registry, request, tail)
@@ -213,7 +211,10 @@ class Serving:
         lending = self._lend(offer)
         if self._registry.backend.direct:
             return _join(lending)
-        return await asyncio.get_running_loop().run_in_executor(self._workers, _join, lending)
+        pin = offer.entry.pin(lambda: None)  # as long as the thread reads, also when nobody waits for it any more
+        reading = asyncio.get_running_loop().run_in_executor(self._workers, _join, lending)
+        reading.add_done_callback(lambda _: pin.release())
+        return await asyncio.shield(reading)
 
     async def _stream(self, request: frames.Request, grant: frames.Grant, offer: Offer, lease_ends: Deadline) -> None:
         await self._path.ready(lease_ends)
@@ -237,15 +238,16 @@ class Serving:
         transfer = self._path.serve(grant.grant_id, self._lend(offer), offer.nbytes)
         self._last = (request.request_id, transfer)
         pin = offer.entry.pin(transfer.abort)
-        timer = asyncio.get_running_loop().call_later(ends.remaining, self._expire, grant.grant_id)
+        loop, log = asyncio.get_running_loop(), self._log_of(request)
+        timer = loop.call_later(ends.remaining, self._expire, grant.grant_id, log)
         lease = self._leases[grant.grant_id] = _Lease(request.request_id, grant.grant_id, pin, transfer, timer)
         return lease
 
-    def _expire(self, grant_id: bytes) -> None:
+    def _expire(self, grant_id: bytes, log: Log) -> None:
         lease = self._leases.get(grant_id)
         if lease is not None:
             self._counters.add("leases_expired")
-            self._log.warning("serve.lease_expired", request_id=lease.request_id)
+            log.warning("serve.lease_expired")
             lease.transfer.abort()
             self._end_lease(lease)
 
@@ -266,6 +268,10 @@ class Serving:
         if lease is not None:
             self._end_lease(lease)
         self._lane.post(frames.DoneAck(done.grant_id))
+
+    def _log_of(self, request: frames.Request) -> Log:
+        log = self._log.bind(pull_id=request.pull_id, request_id=request.request_id, key=_name(request))
+        return log.bind(traceparent=request.traceparent) if request.traceparent else log
 
     def __repr__(self) -> str:
         return f"<Serving {self._lane.channel.peer} waiting={len(self._waiting)} leases={len(self._leases)}>"

@@ -17,11 +17,11 @@ from kvpull_async import (
 from kvpull_async.entry import (
     Address,
     DataDist,
-    Engine,
     LinkResult,
     blocked,
     checked,
     close_bounded,
+    end,
     not_enabled,
 )
 from kvpull_sync.face_managers import CacheManager, KvCacheManager
@@ -48,10 +48,12 @@ class LLMDataDist:
         opening = self._core.start(options)
         if opening is None:
             return
+        engine = self._core.engine
         try:
-            blocked(self._core.engine, opening)
+            blocked(engine, opening)
         except BaseException:
-            _stop(self._core.drop())
+            self._core.drop()
+            end(engine)
             raise
         LLMDataDist.llm_engine_instance = self
 
@@ -85,7 +87,7 @@ class LLMDataDist:
     @property
     def counters(self) -> dict[str, int]:
         """As `kvpull_async.LLMDataDist.counters`, blocking."""
-        return self._core.engine.counters.snapshot()
+        return self._core.engine.snapshot()
 
     @property
     def kv_cache_manager(self) -> KvCacheManager:
@@ -142,9 +144,3 @@ class LLMDataDist:
 
     def __repr__(self) -> str:
         return f"<LLMDataDist cluster={self.cluster_id} {self._core.role.name}>"
-
-
-def _stop(engine: Engine | None) -> None:
-    if engine is not None:
-        engine.ask_to_stop()
-        engine.join()

@@ -13,12 +13,23 @@ from kvpull_async._workers import Job
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.node import Node
 from kvpull_async.memory.base import Allocation, copy_batches
-from kvpull_async.registry import Entry
-from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.values import BlocksCacheKey, CacheDesc, CacheKey, LLMRole, Placement
-from kvpull_async.values._check import instance, integers, require
+from kvpull_async.registry import Entry, key_id
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+from kvpull_async.values import BlocksCacheKey, Cache, CacheDesc, CacheKey, KvCache, LLMRole, Placement
+from kvpull_async.values._check import INVALID_ID, instance, integers, require
 
-__all__ = ["allocate", "check_prompt_keys", "checked_keys", "copy", "local", "register", "release"]
+__all__ = [
+    "allocate",
+    "check_prompt_keys",
+    "checked_keys",
+    "copy",
+    "foreign",
+    "held",
+    "last_places",
+    "local",
+    "register",
+    "release",
+]
 
 _RANK_LIMIT: Final = 32
 
@@ -26,6 +37,15 @@ _RANK_LIMIT: Final = 32
 def checked_keys(keys: object) -> list[CacheKey]:
     items: Sequence[Any] = instance("cache_keys", keys, list, tuple)
     return [instance(f"cache_keys[{i}]", key, CacheKey) for i, key in enumerate(items)]
+
+
+def last_places(keys: Sequence[CacheKey]) -> list[CacheKey]:
+    """LLM-DataDist documentation: the older manager takes a key twice, and it names its last place; the others are
+    padding here.
+    """
+    last = {key_id(key): place for place, key in enumerate(keys)}
+    places = enumerate(keys)
+    return [key if last[key_id(key)] == place else CacheKey(key.cluster_id, INVALID_ID) for place, key in places]
 
 
 def checked_addresses(desc: CacheDesc, addrs: object) -> list[int]:
@@ -155,7 +175,7 @@ async def release(node: Node, cache_id: int) -> None:
     entry.cut_pins()
     if not await entry.idle(Deadline.after_ms(patience * 1000)):
         raise LLMException(
-            f"cache {cache_id} is still being written by a transfer that cannot be stopped; do not free its memory",
+            f"cache {cache_id} is still in use by a transfer that cannot be stopped; do not free its memory",
             status_code=LLMStatusCode.LLM_TIMEOUT,
             destination_unsafe=True,
             retry_safe=True,
@@ -169,6 +189,22 @@ def local(node: Node, cache_id: int) -> Entry:
             f"cache {cache_id} does not exist on this node", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         )
     return entry
+
+
+def held(node: Node, handle: Cache | KvCache) -> Entry:
+    """The cache behind a handle. One of another engine (or of this node before it was initialised again) names nothing
+    here, whatever its number is.
+    """
+    entry = local(node, handle.cache_id)
+    if handle._binding is not None and handle._binding is not entry:
+        raise foreign(handle)
+    return entry
+
+
+def foreign(handle: Cache | KvCache) -> LLMException:
+    return LLMException(
+        f"cache {handle.cache_id} belongs to another LLMDataDist", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    )
 
 
 async def copy(node: Node, dst: Entry, src: Entry, *, dst_index: int, src_index: int, offset: int, size: int) -> None:
@@ -194,20 +230,36 @@ async def copy(node: Node, dst: Entry, src: Entry, *, dst_index: int, src_index:
 
 async def _copy(node: Node, source: tuple[Entry, plan.Segments], destination: tuple[Entry, plan.Segments]) -> None:
     (src, reading), (dst, writing) = source, destination
-    if dst.quarantined:
-        await dst.idle(Deadline.after_ms(node.settings.settle_timeout_ms), writers_only=True)
+    patience = Deadline.after_ms(node.settings.settle_timeout_ms)
+    if dst.quarantined and not await dst.idle(patience, writers_only=True):
+        raise LLMTimeoutError(f"dst, cache {dst.cache_id}, is quarantined", destination_unsafe=True, retry_safe=True)
     local(node, src.cache_id), local(node, dst.cache_id)  # released while this waited?
     backend = node.registry.backend
     steps = copy_batches(backend.lending(src.regions, reading), backend.landing(dst.regions, writing))
     job = Job(node.workers, steps)
-    pins = [src.pin(job.abort), dst.pin(job.abort)]
+    released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    pins = [entry.pin(partial(_set, released)) for entry in (src, dst)]
+
+    def unpin(_: asyncio.Future[None]) -> None:
+        """Not before the last step has ended: the source is read for as long as the destination is written."""
+        for pin in pins:
+            pin.release()
+
     try:
-        await asyncio.shield(job.done)
+        both: list[asyncio.Future[Any]] = [job.done, released]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if released.done():
+            raise LLMException("a cache was released during the copy", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+        job.done.result()
     except BaseException:
         job.abort()
         if not await absorb([job.settled], Deadline.after_ms(node.settings.settle_timeout_ms)):
             dst.quarantine(job.settled)
         raise
     finally:
-        for pin in pins:
-            pin.release()
+        job.settled.add_done_callback(unpin)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

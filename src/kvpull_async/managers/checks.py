@@ -5,7 +5,6 @@ Which of them run, and in what order, is in the managers' table. A draft collect
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -149,7 +148,7 @@ def call_options(draft: PullDraft) -> None:
 def timeout_ms(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a number of milliseconds, got {type(value).__name__}")
-    if not (value > 0 and math.isfinite(value) and value <= 2**31 - 1):
+    if not 0 < value <= 2**31 - 1:  # nor is NaN
         raise ValueError(f"{name} must be above 0 and at most {2**31 - 1} ms, got {value}")
     return float(value)
 

@@ -28,6 +28,7 @@ class Dialect:
     key_bound_status: LLMStatusCode
     decoder_pulls_only: bool
     prompt_keys_only: bool
+    last_key_counts: bool
     knows_remote_access: bool
 
 
@@ -51,6 +52,7 @@ KV: Final = Dialect(
     key_bound_status=LLMStatusCode.LLM_FAILED,
     decoder_pulls_only=True,
     prompt_keys_only=True,
+    last_key_counts=True,
     knows_remote_access=False,
 )
 
@@ -74,5 +76,6 @@ CACHE: Final = Dialect(
     key_bound_status=LLMStatusCode.LLM_PARAM_INVALID,
     decoder_pulls_only=False,
     prompt_keys_only=False,
+    last_key_counts=False,
     knows_remote_access=True,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from kvpull_async._deadline import NEVER, Deadline
@@ -28,11 +29,15 @@ Handle = Cache | KvCache
 
 @dataclass(frozen=True)
 class Operation(Generic[T]):
-    """`start` makes the coroutine that runs on the core. A pull has a report, and the handle it fills."""
+    """The public call `name`: `start` makes the coroutine that runs on the core. A pull has a report, and the handle
+    it fills. A `lasting` one begins tasks that outlive it, which must not keep its caller's context.
+    """
 
+    name: str
     start: Callable[[], Coroutine[Any, Any, T]]
     report: PullReport | None = None
     cache: Handle | None = None
+    lasting: bool = False
 
 
 class Manager:
@@ -59,21 +64,26 @@ class Manager:
         return self._pull(pulls.prepare_blocks(given, src_blocks, dst_blocks))
 
     def _pull(self, prepared: pulls.Prepared) -> Operation[None]:
-        return Operation(lambda: pulls.run(self._node, self._dialect, prepared), prepared.report, prepared.draft.cache)
+        report = prepared.report
+        start = partial(pulls.run, self._node, self._dialect, prepared)
+        return Operation(report.operation, start, report, prepared.draft.cache)
 
     # -- making and releasing ---------------------------------------------------------------------------------------
 
     def allocate_cache(self, cache_desc: object, cache_keys: object) -> Operation[Any]:
         desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
         keys = caches.checked_keys(cache_keys)
+        if self._dialect.last_key_counts:
+            keys = caches.last_places(keys)
         caches.check_prompt_keys(self._node, self._dialect, keys)
-        return self._made(lambda: caches.allocate(self._node, self._dialect, desc, keys=keys))
+        return self._made("allocate_cache", lambda: caches.allocate(self._node, self._dialect, desc, keys=keys))
 
     def allocate_blocks_cache(self, cache_desc: object, blocks_cache_key: object) -> Operation[Any]:
         desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
         key = _optional_blocks_key(blocks_cache_key)
         caches.check_prompt_keys(self._node, self._dialect, [key] if key is not None else [])
-        return self._made(lambda: caches.allocate(self._node, self._dialect, desc, blocks_key=key, blocks=True))
+        make = partial(caches.allocate, self._node, self._dialect, desc, blocks_key=key, blocks=True)
+        return self._made("allocate_blocks_cache", make)
 
     def register_cache(
         self, cache_desc: object, addrs: object, cache_keys: object, remote_accessible: object
@@ -81,7 +91,8 @@ class Manager:
         desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
         addresses = list(instance("addrs", addrs, list))
         keys = caches.checked_keys(cache_keys)
-        return self._registered(desc, addresses, keys=keys, remote_accessible=remote_accessible)
+        options = {"keys": keys, "remote_accessible": remote_accessible}
+        return self._registered("register_cache", desc, addresses, **options)
 
     def register_blocks_cache(
         self, cache_desc: object, addrs: object, blocks_cache_key: object, remote_accessible: object
@@ -89,19 +100,20 @@ class Manager:
         desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
         addresses = list(instance("addrs", addrs, list))
         key = _optional_blocks_key(blocks_cache_key)
-        return self._registered(desc, addresses, blocks_key=key, blocks=True, remote_accessible=remote_accessible)
+        options = {"blocks_key": key, "blocks": True, "remote_accessible": remote_accessible}
+        return self._registered("register_blocks_cache", desc, addresses, **options)
 
-    def _registered(self, desc: CacheDesc, addresses: list[Any], **options: Any) -> Operation[Any]:
+    def _registered(self, name: str, desc: CacheDesc, addresses: list[Any], **options: Any) -> Operation[Any]:
         async def run() -> Entry:
             return caches.register(self._node, desc, addresses, **options)
 
-        return self._made(run)
+        return self._made(name, run)
 
-    def _made(self, make: Callable[[], Coroutine[Any, Any, Entry]]) -> Operation[Any]:
+    def _made(self, name: str, make: Callable[[], Coroutine[Any, Any, Entry]]) -> Operation[Any]:
         async def run() -> Any:
             return self._wrap(await make())
 
-        return Operation(run)
+        return Operation(name, run)
 
     def deallocate(self, cache: object, *, blocks: bool | None) -> Operation[None]:
         """Unknown ids are harmless. `blocks` is the kind the caller's method is for; None accepts both."""
@@ -112,12 +124,14 @@ class Manager:
         )
 
         async def run() -> None:
-            entry = self._node.registry.local(handle.cache_id)
-            if entry is None or not entry.registered:
+            entry = self._node.registry.find(handle.cache_id)
+            if handle._binding is not None and handle._binding is not entry and handle._binding.alive:
+                return  # of another engine, or of this node before it was initialised again
+            if entry is not None and not (entry.registered and entry.alive):
                 await caches.release(self._node, handle.cache_id)
             handle._release()
 
-        return Operation(run, cache=handle)
+        return Operation("deallocate_cache" if not blocks else "deallocate_blocks_cache", run, cache=handle)
 
     def unregister_cache(self, cache_id: object) -> Operation[None]:
         number = int64("cache_id", cache_id)
@@ -127,7 +141,7 @@ class Manager:
             if entry is None or entry.registered:
                 await caches.release(self._node, number)
 
-        return Operation(run)
+        return Operation("unregister_cache", run)
 
     def remove_cache_key(self, cache_key: object) -> Operation[None]:
         key = instance("cache_key", cache_key, CacheKey)
@@ -139,7 +153,7 @@ class Manager:
         async def run() -> None:
             self._node.registry.remove_key(key)
 
-        return Operation(run)
+        return Operation("remove_cache_key", run)
 
     # -- copies and views -------------------------------------------------------------------------------------------
 
@@ -159,13 +173,13 @@ class Manager:
             uint64("req_id", req_id)
 
         async def run() -> None:
-            source = caches.local(self._node, src_handle.cache_id)
-            target = caches.local(self._node, dst_handle.cache_id)
+            source = caches.held(self._node, src_handle)
+            target = caches.held(self._node, dst_handle)
             await caches.copy(
                 self._node, target, source, dst_index=dst_index, src_index=src_index, offset=start, size=nbytes
             )
 
-        return Operation(run, cache=dst_handle)
+        return Operation("copy_cache", run, cache=dst_handle)
 
     def get_cache_tensors(self, cache: object, tensor_index: object) -> list[Tensor]:
         """Plain in both faces: a view, without a copy and without a crossing."""
@@ -186,6 +200,8 @@ class Manager:
 
         async def run() -> None:
             entry = self._node.registry.find(handle.cache_id)
+            if handle.quarantined and handle._binding is not entry:
+                raise caches.foreign(handle)
             if entry is not None and not await entry.idle(deadline, writers_only=True):
                 raise LLMTimeoutError(
                     f"cache {handle.cache_id} is still quarantined",
@@ -194,7 +210,7 @@ class Manager:
                     retry_safe=True,
                 )
 
-        return Operation(run)
+        return Operation("settled", run)
 
 
 def _optional_blocks_key(key: object) -> BlocksCacheKey | None:
@@ -204,5 +220,7 @@ def _optional_blocks_key(key: object) -> BlocksCacheKey | None:
 def not_enabled(name: str) -> NoReturn:
     """For names of the original that exist here before their time; they never pretend to succeed."""
     raise LLMException(
-        f"{name} is not available in this version of kvpull", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+        f"{name} is not available in this version of kvpull",
+        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        operation=name,
     )

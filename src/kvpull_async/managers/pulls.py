@@ -9,14 +9,14 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async import plan
 from kvpull_async._deadline import Deadline
-from kvpull_async.managers import checks
+from kvpull_async.managers import caches, checks
 from kvpull_async.managers.checks import PullDraft, invalid
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.node import Node
@@ -29,6 +29,9 @@ from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.values import BlocksCacheKey, CacheKey
 
 __all__ = ["Prepared", "draft", "prepare_blocks", "prepare_cache", "run"]
+
+_TENSORS_LIMIT: Final = 2**32 - 1
+"""Most tensors that a descriptor can have."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,7 @@ async def run(node: Node, dialect: Dialect, prepared: Prepared) -> None:
 async def _run(node: Node, prepared: Prepared) -> None:
     given = prepared.draft
     node.registry.drain_drops()
-    entry = node.registry.local(given.cache.cache_id)
-    if entry is None:
-        raise LLMException(
-            f"cache {given.cache.cache_id} does not exist on this node",
-            status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-        )
+    entry = caches.held(node, given.cache)
     blocks = given.dst_blocks.size > 0
     wanted = _Blocks(given, entry) if blocks else _Entry(given, entry)
     if given.remote_access and not entry.remote_accessible:
@@ -145,6 +143,8 @@ class _Destination:
             raise invalid(f"tensor_num_per_layer {given.per_layer} does not divide the destination's {held} tensors")
         if dst is not None and dst.stop > held:
             raise invalid(f"dst_layer_range reaches tensor {dst.stop - 1}, the destination has {held}")
+        if src is not None and src.stop > _TENSORS_LIMIT:
+            raise invalid(f"src_layer_range reaches tensor {src.stop - 1}, no cache has more than {_TENSORS_LIMIT}")
         self.tensors = range(held) if dst is None else dst
         if src is not None and len(src) != len(self.tensors):
             raise invalid(f"src_layer_range names {len(src)} tensors, the destination side {len(self.tensors)}")

@@ -118,24 +118,28 @@ def copy_batches(source: Batches, destination: Batches) -> Generator[int, None, 
     """
     with closing(source), closing(destination):
         reading = _arrays(source)
-        piece = np.empty(0, np.uint8)
+        piece: NDArray[np.uint8] | None = None
         for batch in destination:
             copied = 0
             for view in batch:
                 target = np.frombuffer(view, np.uint8)
                 while target.size:
-                    if not piece.size:
-                        piece = next(reading)
+                    if piece is None or not piece.size:
+                        piece = next(reading, None)
+                        if piece is None:
+                            raise ValueError("the source holds fewer bytes than the destination")
                     n = min(target.size, piece.size)
                     np.copyto(target[:n], piece[:n])
                     target, piece = target[n:], piece[n:]
                     copied += n
             yield copied
-        for rest in reading:  # exhausts the source, which completes it
-            raise ValueError(f"the source holds at least {rest.size} bytes more than the destination")
+        left = piece is not None and piece.size > 0
+        if left or next(reading, None) is not None:  # exhausts the source, which completes it
+            raise ValueError("the source holds more bytes than the destination")
 
 
 def _arrays(batches: Batches) -> Iterator[NDArray[np.uint8]]:
     for batch in batches:
         for view in batch:
-            yield np.frombuffer(view, np.uint8)
+            if view.nbytes:
+                yield np.frombuffer(view, np.uint8)

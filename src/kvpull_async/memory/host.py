@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -61,10 +61,10 @@ class HostMemory(MemoryBackend):
         return [_view(region) for region in regions]
 
     def landing(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        return _batches(self.views(regions), segments)
+        return _batches(regions, segments, _view)
 
     def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        return _batches([view.toreadonly() for view in self.views(regions)], segments)
+        return _batches(regions, segments, _readonly_view)
 
     def _reserve(self, nbytes: int, placement: Placement) -> None:
         with self._lock:
@@ -125,17 +125,28 @@ def _view(region: Region) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def _readonly_view(region: Region) -> memoryview:
+    return _view(region).toreadonly()
+
+
 def _rows(segments: NDArray[np.int64]) -> Iterator[list[int]]:
     """The rows as Python integers, some at a time: all at once would hold the interpreter lock for long tables."""
     for start in range(0, len(segments), _ROWS):
         yield from segments[start : start + _ROWS].tolist()
 
 
-def _batches(views: Sequence[memoryview], segments: NDArray[np.int64]) -> Batches:
+def _batches(
+    regions: Sequence[Region], segments: NDArray[np.int64], view_of: Callable[[Region], memoryview]
+) -> Batches:
+    """Makes views of those tensors only that the segments name: a small pull out of a large cache stays small."""
+    views: dict[int, memoryview] = {}
     batch: list[memoryview] = []
     room = PIECE_BYTES
     for tensor, start, length in _rows(segments):
-        view, at, end = views[tensor], start, start + length
+        view = views.get(tensor)
+        if view is None:
+            view = views[tensor] = view_of(regions[tensor])
+        at, end = start, start + length
         while at < end:
             n = min(end - at, room)
             batch.append(view[at : at + n])

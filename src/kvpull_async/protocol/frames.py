@@ -73,12 +73,15 @@ class _Body(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(_Body, frozen=True):
-    """The dialling side's first frame. `token` is empty on a link's first connection and names the link afterwards."""
+    """The dialling side's first frame. `asked` is the cluster id that it expects to find. `token` is empty on a link's
+    first connection and names the link afterwards.
+    """
 
     kind: ClassVar[int] = 1
     magic: Name
     version: int
     cluster_id: U64
+    asked: U64
     incarnation: Id16
     nonce: Nonce
     lane: Annotated[int, msgspec.Meta(ge=0, le=1)]

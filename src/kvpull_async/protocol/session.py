@@ -17,11 +17,13 @@ from typing import Final
 
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Decoder, Frame, FrameError, Message
-from kvpull_async.status import LLMStatusCode
+from kvpull_async.status import LLMStatusCode, status_of
 
 __all__ = ["Asked", "Event", "Failed", "Identity", "Peer", "Ready", "Received", "Session", "State"]
 
 IN_FLIGHT_LIMIT: Final = 64
+TABLES_LIMIT: Final = 2 * frames.TAIL_LIMIT
+"""Most bytes of tables that a peer's requests in flight may hold here."""
 READY_LIMIT: Final = frames.BODY_LIMIT + frames.TAIL_LIMIT
 _LABEL: Final = b"kvpull link 1"
 _REASON_LIMIT: Final = 1000
@@ -104,6 +106,7 @@ class Session:
         identity: Identity,
         *,
         dialer: bool,
+        asked: int = 0,
         lane: int = 0,
         token: bytes = b"",
         entropy: Callable[[int], bytes] = secrets.token_bytes,
@@ -112,6 +115,7 @@ class Session:
         self.late_answers = 0
         self._identity = identity
         self._dialer = dialer
+        self._asked_id = asked
         self._lane = lane
         self._token = token
         self._nonce = entropy(32)
@@ -121,7 +125,8 @@ class Session:
         self._hello: frames.Hello | None = None
         self._challenge: frames.Challenge | None = None
         self._last_request = 0
-        self._open: set[int] = set()
+        self._open: dict[int, int] = {}
+        """Requests in flight and, on the serving side, the bytes of their tables."""
 
     # -- what the owner calls ---------------------------------------------------------------------------------------
 
@@ -136,6 +141,7 @@ class Session:
             magic=frames.MAGIC,
             version=frames.VERSION,
             cluster_id=self._identity.cluster_id,
+            asked=self._asked_id,
             incarnation=self._identity.incarnation,
             nonce=self._nonce,
             lane=self._lane,
@@ -195,12 +201,12 @@ class Session:
     def new_request(self) -> int:
         """A request id never used before on this connection; its answer will be let through."""
         self._last_request += 1
-        self._open.add(self._last_request)
+        self._open[self._last_request] = 0
         return self._last_request
 
     def end_request(self, request_id: int) -> None:
         """The request is over on this side: a later answer to it is dropped, or (serving) its place is free."""
-        self._open.discard(request_id)
+        self._open.pop(request_id, None)
 
     def close(self) -> None:
         if self.state is not State.FAILED:
@@ -253,7 +259,7 @@ class Session:
         if hello.magic != frames.MAGIC:
             self.reject(LLMStatusCode.LLM_LINK_FAILED, "the peer does not speak the kvpull protocol")
         elif hello.version != frames.VERSION:
-            self.reject(LLMStatusCode.LLM_LINK_FAILED, self._versions(theirs=hello.version))
+            self.reject(LLMStatusCode.LLM_LINK_FAILED, _versions(dialer=hello.version, acceptor=frames.VERSION))
         elif hello.authenticates != (self._identity.secret is not None):
             who = "accepting" if self._identity.secret is not None else "dialling"
             self.reject(LLMStatusCode.LLM_LINK_FAILED, f"only the {who} side has a link secret; give both the same")
@@ -270,7 +276,8 @@ class Session:
     def _challenged(self, challenge: frames.Challenge) -> None:
         self._challenge = challenge
         if challenge.version != frames.VERSION:
-            self.fail(self._versions(theirs=challenge.version), LLMStatusCode.LLM_LINK_FAILED)
+            versions = _versions(dialer=frames.VERSION, acceptor=challenge.version)
+            self.fail(versions, LLMStatusCode.LLM_LINK_FAILED)
         elif challenge.authenticates != (self._identity.secret is not None):
             self.fail("only one side has a link secret; give both the same", LLMStatusCode.LLM_LINK_FAILED)
         else:
@@ -281,6 +288,10 @@ class Session:
         assert self._hello is not None
         if not hmac.compare_digest(prove.proof, self._proof(b"dialer", self._hello.cluster_id)):
             self.reject(LLMStatusCode.LLM_LINK_FAILED, "the link secrets of the two sides differ")
+            return
+        if self._hello.asked != self._identity.cluster_id:
+            named = f"this is cluster {self._identity.cluster_id}, not {self._hello.asked} as asked for"
+            self.reject(LLMStatusCode.LLM_LINK_FAILED, named)
             return
         self.state = State.DECIDING
         self._events.append(Asked(self._peer_of(self._hello, token=self._hello.token, path="")))
@@ -302,9 +313,8 @@ class Session:
         )
 
     def _rejected(self, reject: frames.Reject) -> None:
-        try:
-            status = LLMStatusCode(reject.status)
-        except ValueError:
+        status = status_of(reject.status)
+        if status in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED):  # a refusal is never a success
             status = LLMStatusCode.LLM_LINK_FAILED
         self.fail(reject.reason, status, by_peer=True)
 
@@ -316,9 +326,6 @@ class Session:
     def _peer_of(self, hello: frames.Hello, *, token: bytes, path: str) -> Peer:
         return Peer(hello.cluster_id, hello.incarnation, tuple(hello.capabilities), hello.lane, token, path)
 
-    def _versions(self, *, theirs: int) -> str:
-        return f"the peer speaks protocol version {theirs}, this side {frames.VERSION}; run the same release on both"
-
     def _proof(self, role: bytes, cluster_id: int) -> bytes:
         """HMAC over everything that makes this greeting unlike any other, so that no proof can be replayed."""
         if self._identity.secret is None:
@@ -328,7 +335,7 @@ class Session:
         hello, challenge = self._hello, self._challenge
         parts = (
             _LABEL, role, cluster_id.to_bytes(8, "little"), hello.incarnation, challenge.incarnation,
-            hello.nonce, challenge.nonce, bytes([hello.lane]), hello.token,
+            hello.nonce, challenge.nonce, bytes([hello.lane]), hello.token, hello.asked.to_bytes(8, "little"),
         )  # fmt: skip
         text = b"".join(len(part).to_bytes(2, "little") + part for part in parts)
         return hmac.new(self._identity.secret, text, hashlib.sha256).digest()
@@ -353,7 +360,7 @@ class Session:
 
     def _answered(self, message: frames.Grant | frames.Refuse, tail: bytes) -> None:
         if message.request_id in self._open:
-            self._open.discard(message.request_id)
+            del self._open[message.request_id]
             self._events.append(Received(message, tail))
         elif 0 < message.request_id <= self._last_request:
             self.late_answers += 1
@@ -365,10 +372,16 @@ class Session:
             self.fail(f"request id {request.request_id} came out of order", LLMStatusCode.LLM_LINK_FAILED)
         elif len(self._open) >= IN_FLIGHT_LIMIT:
             self.fail(f"more than {IN_FLIGHT_LIMIT} requests in flight", LLMStatusCode.LLM_LINK_FAILED)
+        elif sum(self._open.values()) + len(tail) > TABLES_LIMIT:
+            self.fail(f"more than {TABLES_LIMIT} bytes of tables in flight", LLMStatusCode.LLM_LINK_FAILED)
         else:
             self._last_request = request.request_id
-            self._open.add(request.request_id)
+            self._open[request.request_id] = len(tail)
             self._events.append(Received(request, tail))
 
     def _put(self, message: Message, tail: bytes = b"") -> None:
         self._output.append(frames.encode(message, tail))
+
+
+def _versions(*, dialer: int, acceptor: int) -> str:
+    return f"the dialling side speaks protocol {dialer}, the accepting side {acceptor}; run the same release on both"

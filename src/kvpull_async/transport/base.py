@@ -29,7 +29,7 @@ class ControlChannel(ABC):
 
     @abstractmethod
     async def send(self, data: bytes) -> None:
-        """Wait until the peer has kept up with earlier frames, then hand over all of `data` at once.
+        """Wait until the peer has kept up with earlier frames, then hand over all of `data`, maybe empty, at once.
 
         OSError when the connection is broken. A send that is cancelled while it waits has handed over nothing, so
         the stream never stops in the middle of a frame.
@@ -84,6 +84,11 @@ class DataPath(ABC):
     @abstractmethod
     def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> Transfer:
         """Source: make the grant's bytes reach the puller. A one-sided path is done when the grant may be read."""
+
+    def give_up(self) -> None:
+        """Puller: a request was given up before its grant came, and the source may have sent bytes for it already: they
+        must not get in the way of the next grant's. Never waits, never raises.
+        """
 
     def release(self, grant_id: bytes) -> None:
         """Source: the grant is over. Only one-sided paths have something to forget."""

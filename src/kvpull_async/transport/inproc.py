@@ -125,6 +125,8 @@ class _InprocChannel(ControlChannel):
         self.post(data)
 
     def post(self, data: bytes) -> None:
+        if not data:  # would look like the end of the stream
+            return
         self._unread += len(data)
         report_to(self.other._loop, self.other._arrive, data)
 
@@ -205,6 +207,7 @@ class InprocPath(DataPath):
         self._workers = seed.workers
         self._jobs: set[Job] = set()
         self._granted: set[bytes] = set()
+        self._aborted = False
 
     async def ready(self, deadline: Deadline) -> None:
         """Memory needs no connection."""
@@ -212,7 +215,7 @@ class InprocPath(DataPath):
     def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> Job:
         with _lock:
             offer = _offers.get(grant_id)
-        if offer is None:
+        if offer is None or self._aborted:
             raise ConnectionAbortedError("the source has withdrawn the memory")
         offer.begin()
         job = Job(self._workers, _checked(offer, landing))
@@ -221,6 +224,8 @@ class InprocPath(DataPath):
         return job
 
     def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> _Offer:
+        if self._aborted:
+            raise ConnectionAbortedError("the path has ended")
         offer = _Offer(lending)
         with _lock:
             _offers[grant_id] = offer
@@ -235,6 +240,7 @@ class InprocPath(DataPath):
             offer.abort()
 
     def abort(self) -> None:
+        self._aborted = True
         for job in self._jobs:
             job.abort()
         for grant_id in tuple(self._granted):

@@ -65,7 +65,6 @@ class Payload:
         try:
             while (transfer := self._jobs.get()) is not None:
                 if not transfer.run(self._sock):
-                    self.broken = True
                     break
         finally:
             with self._lock:
@@ -101,6 +100,7 @@ class TcpTransfer:
         try:
             moved = self._work(sock, self)
         except BaseException as error:  # noqa: BLE001  (belongs to whoever awaits `done`)
+            self._payload.broken = True  # before anyone hears of it and starts the next transfer here
             report_to(self._loop, self._finish, 0, error)
             return False
         report_to(self._loop, self._finish, moved, None)

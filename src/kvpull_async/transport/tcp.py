@@ -89,6 +89,7 @@ class TcpTransport(Transport):
         """Find out what an accepted connection is for and hand it on."""
         handed_on = False
         try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             async with Deadline.after_ms(self._greeting_timeout * 1000).scope():
                 magic, kind = _PREAMBLE.unpack(await _receive_exactly(sock, _PREAMBLE.size))
                 if magic != _MAGIC:
@@ -142,25 +143,35 @@ class _TcpListener(Listener):
         self._sock = sock
         self._on_channel = on_channel
         self._greetings: dict[asyncio.Task[None], None] = {}
-        self._accepting = asyncio.get_running_loop().create_task(self._accept(), name="kvpull-accept")
+        self._loop = asyncio.get_running_loop()
+        self._paused: asyncio.TimerHandle | None = None
+        self._listen()
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(self._sock)
-            except OSError as error:  # out of descriptors: the backlog keeps the peers until there are some again
-                self._transport._log.warning("link.accept_failed", reason=str(error))
-                await asyncio.sleep(_ACCEPT_PAUSE)
-                continue
-            self._transport.adopt(sock)
-            if len(self._greetings) >= _GREETINGS:  # the oldest goes: an honest peer is through in milliseconds
-                next(iter(self._greetings)).cancel()
-                self._transport._log.warning("link.rejected", reason=f"over {_GREETINGS} unfinished greetings")
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            task = loop.create_task(self._transport.greet(sock, self._on_channel), name="kvpull-greet")
-            self._greetings[task] = None
-            task.add_done_callback(self._greeted)
+    def _listen(self) -> None:
+        # No task that awaits `sock_accept`: cancelled in the wrong moment it loses a connection without closing it.
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        """One connection per turn of the loop, so that others have theirs while peers queue up."""
+        try:
+            sock, _ = self._sock.accept()
+        except (BlockingIOError, InterruptedError):
+            return  # the peer has gone again
+        except OSError as error:  # out of descriptors: the backlog keeps the peers until there are some again
+            self._transport._log.warning("link.accept_failed", reason=str(error))
+            self._loop.remove_reader(self._sock.fileno())
+            self._paused = self._loop.call_later(_ACCEPT_PAUSE, self._listen)
+            return
+        self._transport.adopt(sock)
+        if len(self._greetings) >= _GREETINGS:  # the oldest goes: an honest peer is through in milliseconds
+            oldest = next(iter(self._greetings))
+            del self._greetings[oldest]
+            oldest.cancel()
+            self._transport._log.warning("link.rejected", reason=f"over {_GREETINGS} unfinished greetings")
+        sock.setblocking(False)
+        task = self._loop.create_task(self._transport.greet(sock, self._on_channel), name="kvpull-greet")
+        self._greetings[task] = None
+        task.add_done_callback(self._greeted)
 
     def _greeted(self, task: asyncio.Task[None]) -> None:
         self._greetings.pop(task, None)
@@ -168,11 +179,15 @@ class _TcpListener(Listener):
             self._transport._log.error("link.accept_failed", reason=repr(error))
 
     async def aclose(self) -> None:
-        self._accepting.cancel()
-        for task in self._greetings:
-            task.cancel()
-        await absorb([self._accepting, *self._greetings], Deadline.after_ms(1000))
+        if self._sock.fileno() < 0:
+            return
+        if self._paused is not None:
+            self._paused.cancel()
+        self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
+        for task in self._greetings:  # not at once: a task cancelled before it began would not close its socket
+            self._loop.call_soon(task.cancel)
+        await absorb(tuple(self._greetings), Deadline.after_ms(1000))
 
 
 class _TcpChannel(ControlChannel):
@@ -229,6 +244,13 @@ class TcpPath(DataPath):
 
     def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> TcpTransfer:
         return TcpTransfer(self._connected(), send_from(lending, grant_id, nbytes))
+
+    def give_up(self) -> None:
+        """The side that dials begins anew: what is in the connection, or on its way, belongs to the request given up.
+        The side that was dialled need not, since the source breaks the connection when it hears of it, and dials again.
+        """
+        if self._seed.dialer:
+            self._drop()
 
     def abort(self) -> None:
         self._aborted = True

@@ -1,0 +1,198 @@
+"""The library as a contender: a node that offers caches, and nodes that pull through the awaitable or the blocking API.
+
+It must not measure anything itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+import kvpull_async
+import kvpull_sync
+from kvpull_async import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType, LLMClusterInfo, LLMConfig, LLMRole
+from sides import Puller, Source, repeat, repeat_awaiting
+from workloads import Arena, BlocksPull, Pull, Shape, Workload, own_memory
+
+__all__ = ["AwaitingNode", "BlockingNode", "KvPuller", "KvSource", "Node", "entry_key", "options"]
+
+PULLER_CLUSTER: Final = 1000
+NO_ID: Final = 2**64 - 1
+LINK_MS: Final = 30_000
+PULL_MS: Final = 60_000
+
+
+def entry_key(cluster_id: int) -> CacheKey:
+    """Of the entry that sources offer. A prefix is not used up by a pull, so pulls can repeat."""
+    return CacheKey(cluster_id, NO_ID, 0, 7)
+
+
+def options(**properties: Any) -> dict[str, str]:
+    """For `init`: the newer manager over TCP, and what else is given."""
+    config = LLMConfig()
+    config.enable_cache_manager = True
+    config.transfer_backend = "tcp"
+    config.sync_kv_timeout = PULL_MS
+    for name, value in properties.items():
+        setattr(config, name, value)
+    return config.generate_options()
+
+
+class Node:
+    """One `LLMDataDist` of either face, and its caches over one shape of memory.
+
+    `do` takes what a method of the face returned and makes it the result: that is all in which the faces differ here.
+    """
+
+    def __init__(self, datadist: Any, shape: Shape) -> None:
+        self.datadist = datadist
+        self._shape = shape
+
+    def do(self, returned: Any) -> Any:
+        raise NotImplementedError
+
+    def repeat(self, calls: Sequence[Callable[[], Any]], count: int, *, budget: float) -> list[float]:
+        raise NotImplementedError
+
+    @property
+    def manager(self) -> Any:
+        return self.datadist.cache_manager
+
+    @property
+    def core_loop(self) -> asyncio.AbstractEventLoop:
+        """The engine's own loop, which no public name leads to."""
+        loop: asyncio.AbstractEventLoop = self.datadist._core.engine.core.loop
+        return loop
+
+    def entries(self, memory: Arena | None, *keys: CacheKey) -> tuple[Cache, Arena]:
+        """A contiguous cache, in the caller's memory or else in the library's."""
+        shape = self._shape
+        desc = CacheDesc(shape.tensors, [2, shape.entry_nbytes // 2], DataType.DT_FLOAT16)
+        if memory is None:
+            return self._with_arena(self.do(self.manager.allocate_cache(desc, keys)))
+        return self.do(self.manager.register_cache(desc, memory.addresses, keys)), memory
+
+    def blocks(self, memory: Arena | None, key: BlocksCacheKey | None = None) -> tuple[Cache, Arena]:
+        """A paged cache, in the caller's memory or else in the library's."""
+        shape = self._shape
+        desc = CacheDesc(shape.tensors, [shape.blocks, shape.block_nbytes // 2], DataType.DT_FLOAT16)
+        if memory is None:
+            return self._with_arena(self.do(self.manager.allocate_blocks_cache(desc, key)))
+        return self.do(self.manager.register_blocks_cache(desc, memory.addresses, key)), memory
+
+    def _with_arena(self, cache: Cache) -> tuple[Cache, Arena]:
+        tensors = [self.manager.get_cache_tensors(cache, i)[0].numpy() for i in range(self._shape.tensors)]
+        return cache, Arena([tensor.reshape(-1).view(np.uint8) for tensor in tensors])
+
+    def link(self, cluster_id: int, address: tuple[str, int]) -> None:
+        info = LLMClusterInfo()
+        info.remote_cluster_id = cluster_id
+        info.append_remote_ip_info(*address)
+        self.do(self.datadist.link_clusters([info], LINK_MS, raise_on_error=True))
+
+    def call(self, pull: Pull, cache: Cache, *, cluster_id: int, **extra: Any) -> Callable[[], Any]:
+        """The call of the API that makes this pull."""
+        if isinstance(pull, BlocksPull):
+            key, src, dst = BlocksCacheKey(cluster_id), list(pull.src_blocks), list(pull.dst_blocks)
+            return partial(self.manager.pull_blocks, key, cache, src, dst, **extra)
+        layers = pull.layers() if len(pull.src) < self._shape.tensors else {}
+        return partial(self.manager.pull_cache, entry_key(cluster_id), cache, 0, pull.nbytes, **layers, **extra)
+
+    def close(self) -> None:
+        self.do(self.datadist.finalize())
+
+
+class AwaitingNode(Node):
+    """Through `kvpull_async`, on a loop of the main thread."""
+
+    def __init__(self, role: LLMRole, cluster_id: int, *, shape: Shape, **properties: Any) -> None:
+        super().__init__(kvpull_async.LLMDataDist(role, cluster_id), shape)
+        self.loop = asyncio.new_event_loop()
+        self.do(self.datadist.init(options(**properties)))
+
+    def do(self, returned: Any) -> Any:
+        return self.loop.run_until_complete(returned)
+
+    def repeat(self, calls: Sequence[Callable[[], Any]], count: int, *, budget: float) -> list[float]:
+        return self.loop.run_until_complete(repeat_awaiting(calls, count, budget=budget))
+
+    def close(self) -> None:
+        super().close()
+        self.loop.close()
+
+
+class BlockingNode(Node):
+    """Through `kvpull_sync`."""
+
+    def __init__(self, role: LLMRole, cluster_id: int, *, shape: Shape, **properties: Any) -> None:
+        super().__init__(kvpull_sync.LLMDataDist(role, cluster_id), shape)
+        self.datadist.init(options(**properties))
+
+    def do(self, returned: Any) -> Any:
+        return returned
+
+    def repeat(self, calls: Sequence[Callable[[], Any]], count: int, *, budget: float) -> list[float]:
+        return repeat(calls, count, budget=budget)
+
+
+class KvSource(Source):
+    """A prefill node. Which face it uses makes no difference: its core answers the pulls."""
+
+    def __init__(self, *, allocated: bool = False, huge: bool = False, cluster_id: int = 1) -> None:
+        self._allocated = allocated
+        self._huge = huge
+        self._cluster_id = cluster_id
+        self.node: BlockingNode | None = None
+        self._arenas: list[Arena] = []
+
+    def open(self, shape: Shape, works: Sequence[Workload], *, seed: int) -> Any:
+        self.node = node = BlockingNode(LLMRole.PROMPT, self._cluster_id, shape=shape, listen_ip_info="127.0.0.1:0")
+        memory = None if self._allocated else own_memory(shape, huge=self._huge)
+        # Kept for as long as it is offered: the library has only the addresses.
+        arenas = self._arenas
+        if not all(work.in_blocks for work in works):
+            arenas.append(node.entries(memory, entry_key(self._cluster_id))[1])
+        if any(work.in_blocks for work in works):
+            arenas.append(node.blocks(memory, BlocksCacheKey(self._cluster_id))[1])
+        for arena in arenas if memory is None else arenas[:1]:
+            arena.fill(seed)
+        return self._cluster_id, tuple(node.datadist.listen_address)
+
+    def close(self) -> None:
+        if self.node is not None:
+            self.node.close()
+
+
+class KvPuller(Puller):
+    """A decode node with one link."""
+
+    def __init__(self, make: type[AwaitingNode | BlockingNode], *, allocated: bool = False, huge: bool = False) -> None:
+        self._make = make
+        self._allocated = allocated
+        self._huge = huge
+        self._caches: dict[bool, tuple[Cache, Arena]] = {}
+
+    def open(self, shape: Shape, works: Sequence[Workload], *, told: Any) -> None:
+        self._cluster_id, address = told
+        self.node: Node = self._make(LLMRole.DECODER, PULLER_CLUSTER, shape=shape)
+        memory = None if self._allocated else own_memory(shape, huge=self._huge)
+        if not all(work.in_blocks for work in works):
+            self._caches[False] = self.node.entries(memory)
+        if any(work.in_blocks for work in works):
+            self._caches[True] = self.node.blocks(memory)
+        self.node.link(self._cluster_id, address)
+
+    def arena(self, work: Workload) -> Arena:
+        return self._caches[work.in_blocks][1]
+
+    def pull(self, work: Workload, count: int) -> list[float]:
+        cache = self._caches[work.in_blocks][0]
+        calls = [self.node.call(pull, cache, cluster_id=self._cluster_id) for pull in work.pulls]
+        return self.node.repeat(calls, count, budget=work.budget)
+
+    def close(self) -> None:
+        self.node.close()

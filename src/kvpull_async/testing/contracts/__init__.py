@@ -1,0 +1,11 @@
+"""What every transport, data path and memory must do, as pytest classes to inherit.
+
+`ControlContract` and `DataPathContract` ask for a transport (`make_transport`), `MemoryContract` for a memory
+(`make_memory`). Their coroutines need pytest-asyncio in its auto mode.
+"""
+
+from kvpull_async.testing.contracts.control import ControlContract
+from kvpull_async.testing.contracts.memory import MemoryContract
+from kvpull_async.testing.contracts.path import DataPathContract, Ends
+
+__all__ = ["ControlContract", "DataPathContract", "Ends", "MemoryContract"]

@@ -1,0 +1,297 @@
+"""What every data path must do, also when a transfer is stopped in its middle. Every wait is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._workers import Workers
+from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Batches, MemoryBackend, Region
+from kvpull_async.memory.host import HostMemory
+from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.testing.contracts._waiting import PATIENCE, unwanted, within
+from kvpull_async.testing.faults import GatedMemory
+from kvpull_async.transport.base import Address, DataPath, Listener, PathSeed, Transfer, Transport
+from kvpull_async.values import Placement
+
+__all__ = ["DataPathContract", "Ends"]
+
+_CANARY: Final = 0xA5
+
+
+@dataclass
+class Ends:
+    """Both halves of one path, and what they read and fill."""
+
+    puller: DataPath
+    source: DataPath
+    memory: GatedMemory
+    reading: Sequence[Region]
+    writing: Sequence[Region]
+
+    @property
+    def destination(self) -> NDArray[np.uint8]:
+        return np.frombuffer(self.memory.views(self.writing)[0], np.uint8)
+
+    @property
+    def original(self) -> NDArray[np.uint8]:
+        return np.frombuffer(self.memory.views(self.reading)[0], np.uint8)
+
+    def lending(self, segments: NDArray[np.int64]) -> Batches:
+        return self.memory.lending(self.reading, segments)
+
+    def landing(self, segments: NDArray[np.int64]) -> Batches:
+        return self.memory.landing(self.writing, segments)
+
+    async def ready(self) -> None:
+        """As a pull does it: the puller before its request, the source before its grant."""
+        await within(self.puller.ready(Deadline.after_ms(PATIENCE * 1000)))
+        await within(self.source.ready(Deadline.after_ms(PATIENCE * 1000)))
+
+    async def start(self, segments: NDArray[np.int64], into: NDArray[np.int64]) -> tuple[Transfer, Transfer]:
+        """One granted pull: the source's transfer and the puller's."""
+        await self.ready()
+        grant, nbytes = secrets.token_bytes(16), int(segments[:, 2].sum())
+        serving = self.source.serve(grant, self.lending(segments), nbytes)
+        return serving, self.puller.fetch(grant, self.landing(into), nbytes)
+
+    async def pull(self, segments: NDArray[np.int64], into: NDArray[np.int64]) -> None:
+        """One pull that must succeed."""
+        serving, fetching = await self.start(segments, into)
+        assert await within(asyncio.shield(fetching.done)) == int(segments[:, 2].sum())
+        await within(asyncio.shield(serving.done))
+        await within(asyncio.shield(fetching.settled))
+
+    async def check_next(self) -> None:
+        """A whole pull delivers every byte."""
+        self.destination[:] = 0
+        whole = rows((0, self.original.size))
+        await self.pull(whole, whole)
+        assert np.array_equal(self.destination, self.original)
+
+
+def rows(*spans: tuple[int, int]) -> NDArray[np.int64]:
+    """Segments of tensor 0, each (offset, length)."""
+    return np.array([(0, offset, length) for offset, length in spans], np.int64).reshape(-1, 3)
+
+
+class DataPathContract:
+    """A path moves exactly the bytes of one grant at a time, tells when it is over, and then touches nothing more."""
+
+    address: Address = ("127.0.0.1", 0)
+    stoppable: bool = True
+    """False for a path whose fetches may refuse to abort."""
+    nbytes: int = 6 * PIECE_BYTES + 12345
+    """The size of both memories."""
+
+    def make_transport(self) -> Transport:
+        """A new transport; called once for each side."""
+        raise NotImplementedError
+
+    def make_memory(self) -> MemoryBackend:
+        """The memory of both sides."""
+        return HostMemory()
+
+    @contextlib.asynccontextmanager
+    async def ends(self, *, puller_dials: bool = True) -> AsyncIterator[Ends]:
+        """Both ends of a path. The dialling side of a link may be the puller or the source."""
+        workers = Workers(4, name="contract-worker")
+        listening, dialling = self.make_transport(), self.make_transport()
+        listener = await listening.listen(self.address, unwanted)
+        token = secrets.token_bytes(16)
+        accepted = listening.path(PathSeed(token, 0, False, None, workers))
+        dialled = dialling.path(PathSeed(token, 0, True, listener.address, workers))
+        memory = GatedMemory(self.make_memory())
+        made = [memory.allocate(tensors=1, tensor_nbytes=self.nbytes, placement=Placement.DEVICE) for _ in range(2)]
+        puller, source = (dialled, accepted) if puller_dials else (accepted, dialled)
+        ends = Ends(puller, source, memory, made[0].regions, made[1].regions)
+        ends.original[:] = np.arange(self.nbytes, dtype=np.uint32).astype(np.uint8)
+        try:
+            yield ends
+        finally:
+            memory.close()
+            await self.end(listener, (dialled, accepted), workers)
+
+    async def end(self, listener: Listener, paths: Sequence[DataPath], workers: Workers) -> None:
+        for path in paths:
+            path.abort()
+            path.abort()
+        for path in paths:
+            await within(path.aclose(Deadline.after_ms(PATIENCE * 1000)))
+        await within(listener.aclose())
+        assert await asyncio.to_thread(workers.close, PATIENCE) == 0
+
+    async def test_a_pull_delivers_its_bytes_and_no_others(self) -> None:
+        for puller_dials in (True, False):
+            async with self.ends(puller_dials=puller_dials) as ends:
+                ends.destination[:] = _CANARY
+                await ends.pull(rows((7, 3_000_000)), rows((1_000_001, 3_000_000)))
+                expected = np.full(self.nbytes, _CANARY, np.uint8)
+                expected[1_000_001:4_000_001] = ends.original[7:3_000_007]
+                assert np.array_equal(ends.destination, expected)
+
+    async def test_scattered_pieces_land_in_stream_order(self) -> None:
+        async with self.ends() as ends:
+            count, size = 2 * PIECE_VIEWS + 3, 1000
+            order = np.random.default_rng(1).permutation(count)
+            source = rows(*((int(i) * size, size) for i in order))
+            target = rows(*((i * 2 * size, size // 2) for i in range(2 * count)))
+            ends.destination[:] = _CANARY
+            await ends.pull(source, target)
+            stream = np.concatenate([ends.original[o : o + n] for _, o, n in source.tolist()])
+            expected = np.full(self.nbytes, _CANARY, np.uint8)
+            for i, (_, offset, n) in enumerate(target.tolist()):
+                expected[offset : offset + n] = stream[i * n : (i + 1) * n]
+            assert np.array_equal(ends.destination, expected)
+
+    async def test_many_pulls_in_turn_use_one_path(self) -> None:
+        async with self.ends() as ends:
+            for i in range(20):
+                await ends.pull(rows((i * 1000, 70_000)), rows((0, 70_000)))
+                assert np.array_equal(ends.destination[:70_000], ends.original[i * 1000 : i * 1000 + 70_000])
+
+    async def test_an_aborted_fetch_settles_and_writes_nothing_more(self) -> None:
+        for puller_dials in (True, False):
+            async with self.ends(puller_dials=puller_dials) as ends:
+                await self.stop_fetch_in_the_middle(ends)
+                await ends.check_next()
+
+    async def stop_fetch_in_the_middle(self, ends: Ends) -> None:
+        """Held in the destination's memory: only once it lets go can anything settle."""
+        whole = rows((0, self.nbytes))
+        ends.memory.landing_gate.close()
+        serving, fetching = await ends.start(whole, whole)
+        await ends.memory.landing_gate.reached(timeout=PATIENCE)
+        stopping = fetching.abort()
+        assert stopping is fetching.abort(), "abort may be called twice"
+        assert stopping or not self.stoppable
+        await asyncio.sleep(0)
+        assert not fetching.settled.done(), "it says that it has settled while it holds a piece of the destination"
+        ends.memory.landing_gate.open()
+        serving.abort()  # what the source does when the puller's CANCEL arrives
+        await within(asyncio.shield(fetching.settled))
+        ends.destination[:] = _CANARY
+        assert await self.failed(fetching) or not stopping
+        await within(asyncio.shield(serving.settled))
+        assert (ends.destination == _CANARY).all(), "written after it had settled"
+
+    async def test_an_aborted_source_fails_the_puller_and_settles_once_nothing_reads(self) -> None:
+        async with self.ends() as ends:
+            whole = rows((0, self.nbytes))
+            ends.memory.lending_gate.close()
+            serving, fetching = await ends.start(whole, whole)
+            await ends.memory.lending_gate.reached(timeout=PATIENCE)
+            assert serving.abort()
+            await asyncio.sleep(0)
+            assert not serving.settled.done(), "it says that it has settled while a piece of the source is being read"
+            ends.memory.lending_gate.open()
+            assert await self.failed(fetching), "the puller believes in bytes that the source never gave"
+            fetching.abort()
+            await within(asyncio.shield(fetching.settled))
+            await within(asyncio.shield(serving.settled))
+            await ends.check_next()
+
+    async def test_a_lending_that_fails_fails_both_ends(self) -> None:
+        async with self.ends() as ends:
+            whole = rows((0, self.nbytes))
+            await ends.ready()
+            grant = secrets.token_bytes(16)
+            serving = ends.source.serve(grant, _broken(ends.lending(whole)), self.nbytes)
+            fetching = ends.puller.fetch(grant, ends.landing(whole), self.nbytes)
+            assert await self.failed(fetching)
+            serving.abort()
+            fetching.abort()
+            await within(asyncio.shield(serving.settled))
+            await within(asyncio.shield(fetching.settled))
+            await ends.check_next()
+
+    async def test_a_landing_that_fails_fails_the_puller(self) -> None:
+        async with self.ends() as ends:
+            whole = rows((0, self.nbytes))
+            await ends.ready()
+            grant = secrets.token_bytes(16)
+            serving = ends.source.serve(grant, ends.lending(whole), self.nbytes)
+            fetching = ends.puller.fetch(grant, _broken(ends.landing(whole)), self.nbytes)
+            assert await self.failed(fetching)
+            fetching.abort()
+            serving.abort()
+            await within(asyncio.shield(fetching.settled))
+            await within(asyncio.shield(serving.settled))
+            await ends.check_next()
+
+    async def test_bytes_of_a_grant_that_was_given_up_never_land_in_the_next_pull(self) -> None:
+        """The puller was cancelled between its request and the grant; the source has sent, or sends, the bytes."""
+        for puller_dials in (True, False):
+            async with self.ends(puller_dials=puller_dials) as ends:
+                await ends.ready()
+                grant, part = secrets.token_bytes(16), rows((0, 3 * PIECE_BYTES))
+                serving = ends.source.serve(grant, ends.lending(part), 3 * PIECE_BYTES)
+                ends.puller.give_up()
+                await asyncio.wait([serving.done], timeout=0.05)
+                serving.abort()
+                ends.source.release(grant)
+                await within(asyncio.shield(serving.settled))
+                await ends.check_next()
+
+    async def test_an_unknown_grant_writes_nothing(self) -> None:
+        async with self.ends() as ends:
+            whole = rows((0, self.nbytes))
+            await ends.ready()
+            ends.destination[:] = _CANARY
+            serving = ends.source.serve(secrets.token_bytes(16), ends.lending(whole), self.nbytes)
+            with contextlib.suppress(OSError):
+                fetching = ends.puller.fetch(secrets.token_bytes(16), ends.landing(whole), self.nbytes)
+                assert await self.failed(fetching)
+                fetching.abort()
+                await within(asyncio.shield(fetching.settled))
+            assert (ends.destination == _CANARY).all()
+            serving.abort()
+
+    async def test_a_broken_path_ends_its_transfers_and_refuses_new_ones(self) -> None:
+        async with self.ends() as ends:
+            whole = rows((0, self.nbytes))
+            ends.memory.landing_gate.close()
+            serving, fetching = await ends.start(whole, whole)
+            await ends.memory.landing_gate.reached(timeout=PATIENCE)
+            ends.source.abort()
+            ends.puller.abort()
+            ends.memory.landing_gate.open()
+            assert await self.failed(fetching)
+            await within(asyncio.shield(fetching.settled))
+            await within(asyncio.shield(serving.settled))
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                await ends.start(whole, whole)
+                raise AssertionError("a broken path began a transfer")
+
+    async def test_close_waits_for_a_running_transfer_no_longer_than_its_bound(self) -> None:
+        async with self.ends() as ends:
+            whole = rows((0, self.nbytes))
+            ends.memory.landing_gate.close()
+            _, fetching = await ends.start(whole, whole)
+            await ends.memory.landing_gate.reached(timeout=PATIENCE)
+            await within(ends.puller.aclose(Deadline.after_ms(50)))
+            assert not fetching.settled.done()
+            ends.memory.landing_gate.open()
+            await within(ends.puller.aclose(Deadline.after_ms(PATIENCE * 1000)))
+            assert fetching.settled.done()
+
+    @staticmethod
+    async def failed(transfer: Transfer) -> bool:
+        """Whether `done` ended with an error or a cancellation; the error of a broken connection is an OSError."""
+        assert await absorb([transfer.done], Deadline.after_ms(PATIENCE * 1000)), "the transfer never ended"
+        return transfer.done.cancelled() or transfer.done.exception() is not None
+
+
+def _broken(batches: Batches) -> Batches:
+    """Fails after the first batch, as memory whose device went away."""
+    with contextlib.closing(batches):
+        yield next(batches)
+        raise LLMException("the device is gone", status_code=LLMStatusCode.LLM_DEVICE_MEM_ERROR)

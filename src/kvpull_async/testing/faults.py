@@ -1,0 +1,380 @@
+"""Things that go wrong, on purpose: stalled and cut connections, copies held in the middle, transfers that do not stop.
+
+For tests of the library, and of transports and memories written for it. Nothing but tests may import it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._workers import report_to
+from kvpull_async.memory.base import Allocation, Batches, MemoryBackend, Region
+from kvpull_async.transport.base import (
+    Address,
+    ControlChannel,
+    DataPath,
+    Listener,
+    OnChannel,
+    PathSeed,
+    Transfer,
+    Transport,
+)
+from kvpull_async.values import Placement
+
+__all__ = [
+    "Faults",
+    "FaultyChannel",
+    "FaultyTransport",
+    "Gate",
+    "GatedMemory",
+    "StubbornPath",
+    "StubbornTransfer",
+    "StubbornTransport",
+]
+
+_LIMIT: Final = 30.0
+
+
+class Gate:
+    """Holds threads up while it is closed. It begins open; `limit` (s) bounds every wait at it, so that a gate which a
+    failing test left closed hangs nothing.
+    """
+
+    def __init__(self, *, limit: float = _LIMIT) -> None:
+        self.held = 0
+        """How often a thread had to wait here."""
+        self._limit = limit
+        self._times: int | None = None
+        self._open = threading.Event()
+        self._open.set()
+        self._lock = threading.Lock()  # protects held, _times and _waiters
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    def close(self, *, times: int | None = None) -> None:
+        """Hold every thread that comes from now on, or the next `times` of them."""
+        with self._lock:
+            self.held, self._times = 0, times
+        self._open.clear()
+
+    def open(self) -> None:
+        """Let all of them pass."""
+        self._open.set()
+
+    def pass_through(self) -> None:
+        """What the held code calls. TimeoutError when nobody opened the gate in time."""
+        if not self._open.is_set() and self._is_held() and not self._open.wait(self._limit):
+            raise TimeoutError(f"the gate stayed closed for {self._limit} s")
+
+    def _is_held(self) -> bool:
+        with self._lock:
+            if self._times is not None and self.held >= self._times:
+                return False
+            self.held += 1
+            waiters, self._waiters = self._waiters, []
+        for loop, future in waiters:
+            report_to(loop, _resolve, future)
+        return True
+
+    async def reached(self, *, timeout: float = 10.0) -> None:
+        """Wait until a thread is held (or was, since `close`). asyncio.TimeoutError when none came."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            if self.held:
+                return
+            self._waiters.append((loop, future))
+        async with Deadline.after_ms(timeout * 1000).scope():
+            await future
+
+    def __repr__(self) -> str:
+        return f"<Gate {'open' if self._open.is_set() else 'closed'} held={self.held}>"
+
+
+class GatedMemory(MemoryBackend):
+    """Another memory whose landings and lendings stop at a gate, after the first `after` batches of each.
+
+    What is stopped cannot be aborted until the gate opens, like a copy inside a native library. Cannot be used on an
+    event loop (`direct` is false), so it also stands for memory that is staged.
+    """
+
+    direct = False
+
+    def __init__(self, inner: MemoryBackend, *, after: int = 1) -> None:
+        self.name = f"gated {inner.name}"
+        self.landing_gate = Gate()
+        self.lending_gate = Gate()
+        self._inner = inner
+        self._after = after
+
+    def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
+        return self._inner.allocate(tensors=tensors, tensor_nbytes=tensor_nbytes, placement=placement)
+
+    def free(self, allocation: Allocation) -> None:
+        self._inner.free(allocation)
+
+    def adopt(self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement) -> tuple[Region, ...]:
+        return self._inner.adopt(addresses, tensor_nbytes=tensor_nbytes, placement=placement)
+
+    def views(self, regions: Sequence[Region]) -> list[memoryview]:
+        return self._inner.views(regions)
+
+    def landing(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
+        return _gated(self._inner.landing(regions, segments), self.landing_gate, self._after)
+
+    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
+        return _gated(self._inner.lending(regions, segments), self.lending_gate, self._after)
+
+    def close(self) -> None:
+        self.landing_gate.open()
+        self.lending_gate.open()
+        self._inner.close()
+
+
+def _gated(batches: Batches, gate: Gate, after: int) -> Batches:
+    with closing(batches):
+        for number, batch in enumerate(batches):
+            if number >= after:
+                gate.pass_through()
+            yield batch
+
+
+class Faults:
+    """What befalls the channels of a `FaultyTransport`. May be changed from any thread.
+
+    `stall` lets nothing pass either way, as when the peer's process is stopped, and `resume` delivers what was held.
+    `cut` breaks all channels; `cut_at(n)` breaks the one that is to carry the n-th frame from now (1 is the next one),
+    and that frame is lost.
+    """
+
+    def __init__(self) -> None:
+        self.stalled = False
+        self._frames_left = 0
+        self._lock = threading.Lock()  # protects _channels and _frames_left
+        self._channels: set[FaultyChannel] = set()
+
+    def stall(self) -> None:
+        self.stalled = True
+
+    def resume(self) -> None:
+        self.stalled = False
+        self._tell(FaultyChannel.flush)
+
+    def cut(self) -> None:
+        self._tell(FaultyChannel.abort)
+
+    def cut_at(self, frame: int) -> None:
+        """0 takes it back."""
+        with self._lock:
+            self._frames_left = frame
+
+    @property
+    def frames_left(self) -> int:
+        """Frames until the cut asked for; 0 when it has happened, or none was asked for."""
+        return self._frames_left
+
+    def opened(self, channel: FaultyChannel) -> None:
+        with self._lock:
+            self._channels.add(channel)
+
+    def closed(self, channel: FaultyChannel) -> None:
+        with self._lock:
+            self._channels.discard(channel)
+
+    def loses(self) -> bool:
+        """Whether the frame that is to be sent now is the one to be lost."""
+        with self._lock:
+            if not self._frames_left:
+                return False
+            self._frames_left -= 1
+            return not self._frames_left
+
+    def _tell(self, action: Callable[[FaultyChannel], None]) -> None:
+        with self._lock:
+            channels = tuple(self._channels)
+        for channel in channels:
+            report_to(channel.loop, action, channel)
+
+    def __repr__(self) -> str:
+        return f"<Faults channels={len(self._channels)}{' stalled' if self.stalled else ''}>"
+
+
+class FaultyChannel(ControlChannel):
+    """One end of a control channel that suffers `faults`."""
+
+    def __init__(self, inner: ControlChannel, faults: Faults) -> None:
+        self.peer = inner.peer
+        self.loop = asyncio.get_running_loop()
+        self._inner = inner
+        self._faults = faults
+        self._ended = False
+        self._held: list[bytes] = []
+        self._arrived: bytes | None = None
+        self._flow: asyncio.Event = asyncio.Event()
+        faults.opened(self)
+
+    async def send(self, data: bytes) -> None:
+        await self._flowing()
+        if self._lost():
+            raise ConnectionResetError("cut by the test")
+        await self._inner.send(data)
+
+    def post(self, data: bytes) -> None:
+        if self._faults.stalled or self._held:
+            self._held.append(data)
+        elif not self._lost():
+            self._inner.post(data)
+
+    async def receive(self) -> bytes:
+        if self._arrived is None:
+            self._arrived = await self._inner.receive()
+        await self._flowing()
+        data, self._arrived = self._arrived, None
+        return data
+
+    def abort(self) -> None:
+        self._ended = True
+        self._faults.closed(self)
+        self._inner.abort()
+        self._flow.set()
+
+    def flush(self) -> None:
+        """The stall is over. On this channel's loop."""
+        held, self._held = self._held, []
+        for data in held:
+            self.post(data)
+        self._flow.set()
+
+    async def _flowing(self) -> None:
+        while (self._faults.stalled or self._held) and not self._ended:
+            self._flow.clear()
+            await self._flow.wait()
+
+    def _lost(self) -> bool:
+        if self._faults.loses():
+            self.abort()
+        return self._ended
+
+    def __repr__(self) -> str:
+        return f"<FaultyChannel of {self._inner!r}>"
+
+
+class FaultyTransport(Transport):
+    """Another transport whose control channels suffer `faults`. Its data paths are left alone."""
+
+    def __init__(self, inner: Transport, faults: Faults) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._faults = faults
+
+    async def listen(self, address: Address, on_channel: OnChannel) -> Listener:
+        return await self._inner.listen(address, lambda channel: on_channel(FaultyChannel(channel, self._faults)))
+
+    async def dial(self, address: Address) -> ControlChannel:
+        return FaultyChannel(await self._inner.dial(address), self._faults)
+
+    def path(self, seed: PathSeed) -> DataPath:
+        return self._inner.path(seed)
+
+    def reaches(self, address: Address) -> bool:
+        return self._inner.reaches(address)
+
+
+class StubbornTransfer:
+    """A transfer that cannot be stopped, as those of some native engines."""
+
+    def __init__(self, inner: Transfer) -> None:
+        self._inner = inner
+
+    @property
+    def done(self) -> asyncio.Future[int]:
+        return self._inner.done
+
+    @property
+    def settled(self) -> asyncio.Future[None]:
+        return self._inner.settled
+
+    def abort(self) -> bool:
+        return False
+
+
+class StubbornPath(DataPath):
+    """Another path whose fetches refuse to abort: only their own end, or the source's, settles them.
+
+    The path below must be able to begin a transfer while another one runs.
+    """
+
+    def __init__(self, inner: DataPath) -> None:
+        self.name = inner.name
+        self.one_sided = inner.one_sided
+        self._inner = inner
+        self._running: set[asyncio.Future[None]] = set()
+        self._aborted = False
+
+    async def ready(self, deadline: Deadline) -> None:
+        await self._inner.ready(deadline)
+
+    def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> StubbornTransfer:
+        transfer = StubbornTransfer(self._inner.fetch(grant_id, landing, nbytes))
+        self._running.add(transfer.settled)
+        transfer.settled.add_done_callback(self._settled)
+        return transfer
+
+    def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> Transfer:
+        return self._inner.serve(grant_id, lending, nbytes)
+
+    def give_up(self) -> None:
+        self._inner.give_up()
+
+    def release(self, grant_id: bytes) -> None:
+        self._inner.release(grant_id)
+
+    def abort(self) -> None:
+        self._aborted = True
+        if not self._running:
+            self._inner.abort()
+
+    async def aclose(self, deadline: Deadline) -> None:
+        self.abort()
+        if await absorb(self._running, deadline):
+            await self._inner.aclose(deadline)
+
+    def _settled(self, settled: asyncio.Future[None]) -> None:
+        self._running.discard(settled)
+        if self._aborted and not self._running:
+            self._inner.abort()
+
+    def __repr__(self) -> str:
+        return f"<StubbornPath running={len(self._running)} of {self._inner!r}>"
+
+
+class StubbornTransport(Transport):
+    """Another transport whose paths are stubborn."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.name = inner.name
+        self._inner = inner
+
+    async def listen(self, address: Address, on_channel: OnChannel) -> Listener:
+        return await self._inner.listen(address, on_channel)
+
+    async def dial(self, address: Address) -> ControlChannel:
+        return await self._inner.dial(address)
+
+    def path(self, seed: PathSeed) -> DataPath:
+        return StubbornPath(self._inner.path(seed))
+
+    def reaches(self, address: Address) -> bool:
+        return self._inner.reaches(address)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

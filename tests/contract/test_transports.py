@@ -1,0 +1,39 @@
+"""Every transport keeps the contracts of control channels and data paths, the deliberately bad ones too."""
+
+from __future__ import annotations
+
+from kvpull_async.memory.base import MemoryBackend
+from kvpull_async.memory.host import HostMemory
+from kvpull_async.observe import Log
+from kvpull_async.testing.contracts import ControlContract, DataPathContract
+from kvpull_async.testing.faults import Faults, FaultyTransport, StubbornTransport
+from kvpull_async.transport.base import Transport
+from kvpull_async.transport.inproc import InprocTransport
+from kvpull_async.transport.tcp import TcpTransport
+
+
+class TestTcp(ControlContract, DataPathContract):
+    def make_transport(self) -> Transport:
+        return TcpTransport(Log(), greeting_timeout=5)
+
+
+class TestInproc(ControlContract, DataPathContract):
+    def make_transport(self) -> Transport:
+        return InprocTransport(Log())
+
+
+class TestFaultyWithoutFaults(ControlContract):
+    def make_transport(self) -> Transport:
+        return FaultyTransport(TcpTransport(Log(), greeting_timeout=5), Faults())
+
+
+class TestStubborn(DataPathContract):
+    """The path that refuses to abort."""
+
+    stoppable = False
+
+    def make_transport(self) -> Transport:
+        return StubbornTransport(InprocTransport(Log()))
+
+    def make_memory(self) -> MemoryBackend:
+        return HostMemory()

@@ -1,0 +1,262 @@
+"""What tests of lanes and links share: the library's events, a channel under the test's control, and the links of one
+engine on the test's own loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvpull_async import LLMRole
+from kvpull_async._deadline import Deadline
+from kvpull_async._workers import Workers
+from kvpull_async.config import Settings
+from kvpull_async.lane import Lane
+from kvpull_async.linkage import LinkContext
+from kvpull_async.links import Codes, Links, Target
+from kvpull_async.memory.base import Allocation, Region
+from kvpull_async.memory.host import HostMemory
+from kvpull_async.observe import Counters, Log
+from kvpull_async.protocol import frames
+from kvpull_async.protocol.frames import Message
+from kvpull_async.protocol.session import Peer
+from kvpull_async.status import LLMStatusCode
+from kvpull_async.transport.base import Address, ControlChannel, DataPath, Listener, Transport
+from kvpull_async.transport.inproc import InprocTransport
+from kvpull_async.transport.tcp import TcpTransport
+from kvpull_async.values import Placement
+from tests.wire import identity
+
+PATIENCE = 20.0
+"""Seconds that a test waits for what must come; reached only when it fails."""
+
+
+class EventLog(logging.Handler):
+    """What the library logged, from whichever thread, as dicts."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.events: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.events.append(record.__dict__["kvpull"])
+
+    def named(self, name: str, *, text: str = "", **fields: Any) -> list[dict[str, Any]]:
+        """The events of that name with these fields, whose reason contains `text`."""
+        return [
+            event
+            for event in tuple(self.events)
+            if event["event"] == name
+            and text in event.get("reason", "")
+            and all(event.get(key) == value for key, value in fields.items())
+        ]
+
+    async def first(self, name: str, *, text: str = "", **fields: Any) -> dict[str, Any]:
+        """The first such event, waiting for it."""
+        await eventually(lambda: bool(self.named(name, text=text, **fields)), f"{name} {text!r} in {self.events}")
+        return self.named(name, text=text, **fields)[0]
+
+
+@contextlib.contextmanager
+def event_log() -> Iterator[EventLog]:
+    logger, log = logging.getLogger("kvpull"), EventLog()
+    level = logger.level
+    logger.addHandler(log)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield log
+    finally:
+        logger.removeHandler(log)
+        logger.setLevel(level)
+
+
+async def eventually(condition: Callable[[], bool], what: str = "it") -> None:
+    """Wait until another thread or the loop has made the condition true."""
+    give_up = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < give_up, f"never happened: {what}"
+        await asyncio.sleep(0.002)
+
+
+# --- a channel under the test's control ---
+
+
+class ScriptedChannel(ControlChannel):
+    """Gives the lane what the test feeds, and keeps what the lane sends. `clogged` makes `send` wait."""
+
+    def __init__(self) -> None:
+        self.peer = "scripted"
+        self.sent: list[bytes] = []
+        self.aborted = False
+        self.reads = 0
+        self.clogged = False
+        self._incoming: asyncio.Queue[bytes | OSError] = asyncio.Queue()
+        self._flowing = asyncio.Event()
+
+    async def send(self, data: bytes) -> None:
+        while self.clogged and not self.aborted:
+            await self._flowing.wait()
+        if self.aborted:
+            raise ConnectionResetError("aborted")
+        self.post(data)
+
+    def post(self, data: bytes) -> None:
+        if data:
+            self.sent.append(data)
+
+    async def receive(self) -> bytes:
+        self.reads += 1
+        data = await self._incoming.get()
+        if isinstance(data, OSError):
+            raise data
+        return data
+
+    def abort(self) -> None:
+        self.aborted = True
+        self._flowing.set()
+
+    def feed(self, *data: bytes | OSError) -> None:
+        for item in data:
+            self._incoming.put_nowait(item)
+
+    def unclog(self) -> None:
+        self.clogged = False
+        self._flowing.set()
+
+    def take(self) -> list[Message]:
+        """The messages sent since the last call."""
+        decoder, messages = frames.Decoder(limit=1 << 30), []
+        for data in self.sent:
+            decoder.feed(data)
+        self.sent.clear()
+        while (frame := decoder.next_frame()) is not None:
+            messages.append(frame.message)
+        return messages
+
+
+class PlainMemory(HostMemory):
+    """Ordinary memory without memory files, so that a module's tests may share it."""
+
+    def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
+        owner = np.zeros(tensors * tensor_nbytes, np.uint8)
+        base = owner.ctypes.data
+        regions = tuple(Region(base + i * tensor_nbytes, tensor_nbytes, placement, owner) for i in range(tensors))
+        return Allocation(regions, 0, placement)
+
+
+# --- the links of one engine, on the test's own loop ---
+
+CODES = Codes(
+    timeout=LLMStatusCode.LLM_TIMEOUT,
+    repeated=LLMStatusCode.LLM_ALREADY_LINK,
+    unknown_unlink=LLMStatusCode.LLM_SUCCESS,
+    unreachable_unlink=LLMStatusCode.LLM_UNLINK_FAILED,
+)
+
+
+@dataclass
+class RecordingServer:
+    """Stands for what answers requests: keeps them, and hands BYE on as the real one does."""
+
+    lane: Lane
+    peer: Peer
+    peer_left: Callable[[], None]
+    messages: list[Message] = field(default_factory=list)
+    aborted: bool = False
+
+    def receive(self, message: Message, tail: bytes) -> None:
+        self.messages.append(message)
+        if isinstance(message, frames.Done):
+            self.lane.post(frames.DoneAck(message.grant_id))
+        elif isinstance(message, frames.Bye):
+            self.lane.post(frames.ByeAck())
+            self.peer_left()
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class LoopNode:
+    """`Links` with a real transport and a recording server."""
+
+    def __init__(
+        self,
+        cluster_id: int,
+        *,
+        transport: str = "tcp",
+        incarnation: bytes | None = None,
+        secret: bytes | None = None,
+        **settings: Any,
+    ) -> None:
+        self.log = Log()
+        self.counters = Counters()
+        self.servers: list[RecordingServer] = []
+        self.workers = Workers(1)
+        self.settings = Settings(LLMRole.DECODER, cluster_id, **settings)
+        self.transport: Transport = TcpTransport(self.log, greeting_timeout=3.0)
+        if transport == "inproc":
+            self.transport = InprocTransport(self.log)
+        self.context = LinkContext(
+            identity=identity(cluster_id, secret=secret, incarnation=incarnation),
+            settings=self.settings,
+            log=self.log,
+            counters=self.counters,
+            workers=self.workers,
+            direct_memory=True,
+            transports=(self.transport,),
+            serve=self._serve,
+            gone=lambda link: self.links.gone(link),  # noqa: PLW0108  (made below)
+        )
+        self.links = Links(self.context, CODES)
+        self.listener: Listener | None = None
+
+    def _serve(self, lane: Lane, path: DataPath, peer: Peer, peer_left: Callable[[], None]) -> RecordingServer:
+        server = RecordingServer(lane, peer, peer_left)
+        self.servers.append(server)
+        return server
+
+    async def listen(self, address: Address = ("127.0.0.1", 0)) -> Address:
+        self.listener = await self.transport.listen(address, lambda c: self.links.accept(self.transport, c))
+        return self.listener.address
+
+    @property
+    def target(self) -> Target:
+        assert self.listener is not None
+        return Target(self.settings.cluster_id, self.listener.address)
+
+    async def link(self, *others: LoopNode | Target, timeout_ms: int = 15000) -> list[LLMStatusCode]:
+        targets = [other if isinstance(other, Target) else other.target for other in others]
+        return await self.links.link(targets, Deadline.after_ms(timeout_ms))
+
+    async def unlink(self, cluster_id: int, *, force: bool = False, timeout_ms: int = 15000) -> LLMStatusCode:
+        target = Target(cluster_id, None)
+        return (await self.links.unlink([target], Deadline.after_ms(timeout_ms), force=force))[0]
+
+    async def stop_listening(self) -> None:
+        listener, self.listener = self.listener, None
+        if listener is not None:
+            await listener.aclose()
+
+    async def close(self) -> None:
+        await self.stop_listening()
+        await self.links.close(Deadline.after_ms(5000))
+        self.workers.close(5.0)
+
+
+@contextlib.asynccontextmanager
+async def loop_nodes(*nodes: LoopNode, listen: bool = True) -> AsyncIterator[None]:
+    """The nodes listen, and are closed at the end."""
+    try:
+        for node in nodes if listen else ():
+            await node.listen()
+        yield
+    finally:
+        for node in nodes:
+            await node.close()

@@ -1,0 +1,157 @@
+"""A serving lane for tests: a registry with one cache, and below it a lane and a data path that only keep a record."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+
+from kvpull_async._deadline import Deadline
+from kvpull_async._workers import Workers
+from kvpull_async.lane import Lane
+from kvpull_async.memory.base import Batches
+from kvpull_async.observe import Counters, Log
+from kvpull_async.protocol import frames
+from kvpull_async.protocol.frames import Message
+from kvpull_async.registry import Entry, Registry
+from kvpull_async.serve import PeerRecord, Serving
+from kvpull_async.status import LLMException
+from kvpull_async.transport.base import DataPath
+from kvpull_async.values import CacheDesc, CacheKey, DataType, Placement
+from tests.loop_nodes import PlainMemory, eventually
+from tests.wire import SAMPLES
+
+STRIDE, TENSORS = 64, 2
+
+
+class FakeTransfer:
+    """Bytes on their way for as long as the test likes; an abort settles it, unless it refuses."""
+
+    def __init__(self, *, finished: bool = False) -> None:
+        loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[int] = loop.create_future()
+        self.settled: asyncio.Future[None] = loop.create_future()
+        self.aborts = 0
+        self.refuses = False
+        if finished:
+            self.done.set_result(0)
+
+    def finish(self, error: OSError | None = None) -> None:
+        if error is None:
+            self.done.set_result(STRIDE)
+        else:
+            self.done.set_exception(error)
+        self.settled.set_result(None)
+
+    def abort(self) -> bool:
+        self.aborts += 1
+        if not self.refuses and not self.settled.done():
+            if not self.done.done():
+                self.done.set_exception(ConnectionAbortedError("aborted"))
+                self.done.exception()
+            self.settled.set_result(None)
+        return not self.refuses
+
+
+class FakePath(DataPath):
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.transfers: list[FakeTransfer] = []
+        self.released: list[bytes] = []
+        self.stuck = False
+        self.broken: OSError | None = None
+
+    async def ready(self, deadline: Deadline) -> None:
+        if self.broken is not None:
+            raise self.broken
+        if self.stuck:
+            await asyncio.Event().wait()
+
+    def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> FakeTransfer:
+        raise NotImplementedError
+
+    def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> FakeTransfer:
+        self.bytes = b"".join(bytes(view) for batch in lending for view in batch)
+        self.transfers.append(FakeTransfer(finished=self.one_sided))
+        return self.transfers[-1]
+
+    def release(self, grant_id: bytes) -> None:
+        self.released.append(grant_id)
+
+    def abort(self) -> None: ...
+
+    async def aclose(self, deadline: Deadline) -> None: ...
+
+
+class FakeLane:
+    """What serving sees of its lane: it keeps what is said."""
+
+    def __init__(self) -> None:
+        self.channel = SimpleNamespace(peer="a peer")
+        self.ended: list[int] = []
+        self.session = SimpleNamespace(end_request=self.ended.append)
+        self.lost: asyncio.Future[LLMException] = asyncio.get_running_loop().create_future()
+        self.said: list[tuple[Message, bytes]] = []
+        self.aborted: list[str] = []
+
+    def post(self, message: Message, tail: bytes = b"") -> None:
+        self.said.append((message, tail))
+
+    async def send(self, message: Message, tail: bytes = b"") -> None:
+        self.said.append((message, tail))
+
+    def abort(self, reason: str) -> None:
+        self.aborted.append(reason)
+
+
+class Scene:
+    """A serving lane over a registry with one cache, whose first entry is request 7, its second request 8."""
+
+    def __init__(self, *, one_sided: bool = False, inline_limit: int = 0, lease_margin: float = 60.0) -> None:
+        self.registry = Registry(PlainMemory())
+        allocation = self.registry.backend.allocate(tensors=TENSORS, tensor_nbytes=2 * STRIDE, placement=Placement.HOST)
+        desc = CacheDesc(TENSORS, [2, STRIDE], DataType.DT_INT8)
+        self.entry: Entry = self.registry.add(desc, allocation.regions, blocks=False, allocation=allocation)
+        self.registry.bind(self.entry, [CacheKey(1, 7), CacheKey(1, 8)])
+        for view in self.entry.views():
+            view[:] = bytes(range(2 * STRIDE))
+        self.counters = Counters()
+        self.record = PeerRecord()
+        self.lane = FakeLane()
+        self.path = FakePath()
+        self.path.one_sided = one_sided
+        self.left = 0
+        self.workers = Workers(1)
+        self.serving = Serving(
+            cast("Lane", self.lane), self.path, registry=self.registry, record=self.record, workers=self.workers,
+            log=Log(), counters=self.counters, inline_limit=inline_limit, lease_margin=lease_margin,
+            peer_left=self._left,
+        )  # fmt: skip
+
+    def _left(self) -> None:
+        self.left += 1
+
+    def ask(self, number: int, **fields: Any) -> None:
+        base = {"tensors": TENSORS, "size": STRIDE, "remaining_ms": 60_000, "request_id": number}
+        self.serving.receive(msgspec.structs.replace(SAMPLES["Request"].message, **{**base, **fields}), b"")
+
+    async def heard(self, kind: type[Message], count: int = 1) -> list[Any]:
+        """The messages of that kind that were said, once there are `count`."""
+        await eventually(lambda: len(self.of(kind)) >= count, f"{kind.__name__} in {self.lane.said}")
+        return self.of(kind)
+
+    def of(self, kind: type[Message]) -> list[Any]:
+        return [message for message, _ in self.lane.said if isinstance(message, kind)]
+
+    async def granted(self) -> frames.Grant:
+        (grant,) = await self.heard(frames.Grant)
+        assert isinstance(grant, frames.Grant)
+        return grant
+
+    @property
+    def held(self) -> bool:
+        """Whether request 7 can still be pulled."""
+        return self.registry.find_key(("request", 7, 0)) is not None

@@ -1,0 +1,98 @@
+"""What type checkers see of the awaitable API. Checked by `make type` and never run.
+
+A `type: ignore` here is an expectation too: without the error it is unused, which is an error of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from typing_extensions import assert_type
+
+from kvpull_async import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    CacheManager,
+    DataType,
+    KvCache,
+    KvCacheManager,
+    LLMClusterInfo,
+    LLMConfig,
+    LlmConfig,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    LLMTimeoutError,
+    Placement,
+    Tensor,
+)
+
+
+def values() -> None:
+    config = LLMConfig()
+    config.sync_kv_timeout = 1000
+    config.device_id = [0, 1]
+    config.link_secret = "secret"
+    config.sync_kv_timeout = [1]  # type: ignore[assignment]
+    assert_type(config.generate_options(), dict[str, str])
+    LlmConfig().listen_ip_info = "127.0.0.1:0"
+    desc = CacheDesc(2, (4, 16), DataType.DT_FLOAT16, Placement.HOST, seq_len_dim_index=1)
+    assert_type(desc.entry_nbytes, int)
+    CacheDesc("2", (4, 16), DataType.DT_FLOAT16)  # type: ignore[arg-type]
+    info = LLMClusterInfo()
+    info.remote_cluster_id = 1
+    info.append_remote_ip_info("127.0.0.1", 4000)
+
+
+async def life(datadist: LLMDataDist) -> None:
+    await datadist.init(LLMConfig().generate_options())
+    await datadist.init(None)  # type: ignore[arg-type]
+    assert_type(datadist.kv_cache_manager, KvCacheManager)
+    assert_type(datadist.cache_manager, CacheManager)
+    assert_type(datadist.listen_address, tuple[str, int] | None)
+    assert_type(datadist.counters, dict[str, int])
+    result = await datadist.link_clusters([LLMClusterInfo()], timeout=3000, raise_on_error=True)
+    assert_type(result, tuple[LLMStatusCode, list[LLMStatusCode]])
+    await datadist.link_clusters([LLMClusterInfo()], 3000, True)  # type: ignore[call-arg]
+    await datadist.switch_role(LLMRole.PROMPT, {"llm.listenIpInfo": "127.0.0.1:0"})
+    datadist.finalize()  # type: ignore[unused-coroutine]
+    async with LLMDataDist(LLMRole.DECODER, 1) as entered:
+        assert_type(entered, LLMDataDist)
+
+
+async def older(manager: KvCacheManager, desc: CacheDesc) -> None:
+    cache = await manager.allocate_cache(desc, [CacheKey(1, 2)])
+    assert_type(cache, KvCache)
+    await manager.pull_cache(CacheKey(1, 2), cache, 0, size=-1, src_layer_range=range(2), timeout=50.0)
+    await manager.pull_cache(CacheKeyByIdAndIndex(1, 2), cache, batch_index=1)
+    await manager.pull_cache(BlocksCacheKey(1, 2), cache)  # type: ignore[arg-type]
+    await manager.pull_cache(CacheKey(1, 2), desc)  # type: ignore[arg-type]
+    assert_type(manager.get_cache_tensors(cache), list[Tensor])
+    assert_type(cache.quarantined, bool)
+    assert_type(cache.per_device_tensor_addrs, list[list[int]])
+    await manager.settled(cache, timeout=100)
+    await manager.deallocate_cache(cache)
+
+
+async def newer(manager: CacheManager, desc: CacheDesc) -> None:
+    array = np.zeros((2, 4, 16), np.float16)
+    cache = await manager.register_blocks_cache(desc, [array.ctypes.data], BlocksCacheKey(1, 0), remote_accessible=True)
+    assert_type(cache, Cache)
+    assert_type(cache.tensor_addrs, list[int])
+    await manager.pull_blocks(BlocksCacheKey(1, 0), cache, [1], (2,), traceparent="00-...")
+    await manager.pull_cache(CacheKey(1, 2), cache=cache)
+    await manager.unregister_cache(cache.cache_id)
+    await manager.deallocate_cache(await manager.allocate_cache(desc))
+
+
+def errors(error: LLMException) -> None:
+    assert_type(error.retry_safe, bool)
+    assert_type(error.destination_unsafe, bool)
+    assert_type(error.elapsed_ms, float | None)
+    assert_type(error.operation, str | None)
+    assert_type(error.peer, int | str | None)
+    timeout: TimeoutError = LLMTimeoutError("late")
+    raise timeout

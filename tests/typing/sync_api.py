@@ -1,0 +1,68 @@
+"""What type checkers see of the blocking API. Checked by `make type` and never run; see `async_api.py`."""
+
+from __future__ import annotations
+
+from typing_extensions import assert_type
+
+import kvpull_async
+from kvpull_sync import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    CacheManager,
+    KvCache,
+    KvCacheManager,
+    LLMClusterInfo,
+    LLMConfig,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    Tensor,
+    install_as_llm_datadist,
+)
+
+
+def life(datadist: LLMDataDist) -> None:
+    install_as_llm_datadist()
+    datadist.init(LLMConfig().generate_options())
+    datadist.init([])  # type: ignore[arg-type]
+    assert_type(datadist.kv_cache_manager, KvCacheManager)
+    assert_type(datadist.cache_manager, CacheManager)
+    assert_type(datadist.listen_address, tuple[str, int] | None)
+    result = datadist.link_clusters([LLMClusterInfo()], timeout=3000)
+    assert_type(result, tuple[LLMStatusCode, list[LLMStatusCode]])
+    assert_type(datadist.unlink_clusters([], 3000, force=True)[0], LLMStatusCode)
+    with LLMDataDist(LLMRole.DECODER, 1) as entered:
+        assert_type(entered, LLMDataDist)
+
+
+def older(manager: KvCacheManager, desc: CacheDesc) -> None:
+    cache = manager.allocate_cache(desc, cache_keys=[CacheKey(1, 2)])
+    assert_type(cache, KvCache)
+    manager.pull_cache(CacheKey(1, 2), cache, 0, -1, src_cache_offset=0, dst_cache_offset=0)
+    manager.pull_cache(CacheKeyByIdAndIndex(1, 2, 0), kv_cache=cache)
+    manager.pull_cache("key", cache)  # type: ignore[arg-type]
+    assert_type(manager.get_cache_tensors(cache, 1), list[Tensor])
+    assert_type(manager.is_initialized(), bool)
+    manager.copy_cache(cache, cache, 1, 0)
+    manager.deallocate_cache(cache)
+
+
+def newer(manager: CacheManager, desc: CacheDesc) -> None:
+    cache = manager.register_cache(desc, [4096], [CacheKey(1, 2)], remote_accessible=None)
+    assert_type(cache, Cache)
+    manager.register_cache(desc, (4096,))  # type: ignore[arg-type]
+    manager.pull_blocks(BlocksCacheKey(1, 0), cache, [0], [1])
+    manager.pull_cache(CacheKey(1, 2), cache)
+    manager.settled(cache)
+    manager.unregister_cache(cache.cache_id)
+
+
+def the_same_values(error: LLMException, desc: CacheDesc) -> None:
+    shared_error: kvpull_async.LLMException = error
+    shared_desc: kvpull_async.CacheDesc = desc
+    assert_type(shared_error.retry_safe, bool)
+    assert_type(shared_desc.size, int)

@@ -1,0 +1,145 @@
+"""Copying a lending into a landing: order, bounds, laziness, and that both ends are always closed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvpull_async.memory.base import Batches, Region, copy_batches, lend_bytes, planned
+from kvpull_async.values import Placement
+
+
+class Pieces:
+    """Batches over views, which remembers how far it was asked and whether it was closed."""
+
+    def __init__(self, *batches: Sequence[memoryview]) -> None:
+        self.asked = 0
+        self.completed = False
+        self.closed = False
+        self.generator = self._run(batches)
+
+    def _run(self, batches: Sequence[Sequence[memoryview]]) -> Batches:
+        try:
+            for batch in batches:
+                self.asked += 1
+                yield batch
+            self.completed = True
+        finally:
+            self.closed = True
+
+
+def source(*batches: Sequence[bytes]) -> Pieces:
+    return Pieces(*([memoryview(piece) for piece in batch] for batch in batches))
+
+
+def landing(memory: bytearray, *batches: Sequence[int]) -> Pieces:
+    """Batches of views of the given lengths, one after another over `memory`."""
+    made, start = [], 0
+    for lengths in batches:
+        batch = []
+        for length in lengths:
+            batch.append(memoryview(memory)[start : start + length])
+            start += length
+        made.append(batch)
+    return Pieces(*made)
+
+
+DATA = bytes(range(1, 13))
+
+
+@pytest.mark.parametrize("pieces", [[[12]], [[4, 4, 4]], [[5], [7]], [[1, 2], [3, 6]], [[1]] * 12])
+@pytest.mark.parametrize("targets", [[[12]], [[3, 9]], [[6], [6]], [[2, 2], [2, 6]], [[1]] * 12])
+def test_whatever_the_boundaries_every_byte_lands_in_order(pieces: list[list[int]], targets: list[list[int]]) -> None:
+    memory = bytearray(12)
+    cut = np.split(np.frombuffer(DATA, np.uint8), np.cumsum([n for batch in pieces for n in batch])[:-1])
+    parts = iter(cut)
+    lending = source(*([bytes(next(parts)) for _ in batch] for batch in pieces))
+    target = landing(memory, *targets)
+    copied = list(copy_batches(lending.generator, target.generator))
+    assert memory == DATA
+    assert copied == [sum(batch) for batch in targets]
+    assert lending.completed
+    assert target.completed
+    assert lending.closed
+    assert target.closed
+
+
+def test_the_bytes_outside_the_landing_stay() -> None:
+    memory = bytearray(b"\xff" * 10)
+    target = Pieces([memoryview(memory)[2:5]], [memoryview(memory)[7:8]])
+    list(copy_batches(lend_bytes(b"abcd"), target.generator))
+    assert memory == b"\xff\xffabc\xff\xffd\xff\xff"
+
+
+def test_a_copy_that_is_closed_early_closes_both_ends_and_writes_no_more() -> None:
+    memory = bytearray(12)
+    lending, target = source([DATA[:6]], [DATA[6:]]), landing(memory, [4], [4], [4])
+    steps = copy_batches(lending.generator, target.generator)
+    assert next(steps) == 4
+    steps.close()
+    assert memory == DATA[:4] + bytes(8)
+    assert lending.closed
+    assert target.closed
+    assert not target.completed
+
+
+def test_a_source_that_is_longer_is_an_error() -> None:
+    lending, target = source([DATA]), landing(bytearray(5), [5])
+    with pytest.raises(ValueError, match="more bytes than the destination"):
+        list(copy_batches(lending.generator, target.generator))
+    assert lending.closed
+    assert target.closed
+
+
+def test_a_source_that_is_shorter_is_an_error() -> None:
+    lending, target = source([DATA[:3]]), landing(bytearray(5), [5])
+    with pytest.raises(ValueError, match="fewer bytes than the destination"):
+        list(copy_batches(lending.generator, target.generator))
+    assert lending.closed
+    assert target.closed
+
+
+def test_an_error_in_one_end_closes_the_other() -> None:
+    def failing() -> Batches:
+        yield [memoryview(DATA[:2])]
+        raise OSError("the device is gone")
+
+    target = landing(bytearray(5), [5])
+    with pytest.raises(OSError, match="the device is gone"):
+        list(copy_batches(failing(), target.generator))
+    assert target.closed
+
+
+def test_nothing_to_copy_copies_nothing() -> None:
+    assert list(copy_batches(source().generator, landing(bytearray()).generator)) == []
+
+
+def test_a_plan_is_made_only_when_the_first_piece_is_asked_for() -> None:
+    made: list[str] = []
+    target = landing(bytearray(5), [5])
+
+    def plan() -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        made.append("plan")
+        return np.zeros((0, 3), np.int64)
+
+    batches = planned(plan, lambda _: target.generator)
+    assert made == []
+    assert len(next(batches)) == 1
+    assert made == ["plan"]
+    batches.close()
+    assert target.closed
+
+
+def test_a_plan_that_nobody_asks_for_is_never_made() -> None:
+    def plan() -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        raise AssertionError("not asked for")
+
+    planned(plan, lambda _: landing(bytearray()).generator).close()
+
+
+def test_a_region_does_not_show_or_compare_its_owner() -> None:
+    one, two = (Region(4096, 8, Placement.HOST, owner=object()) for _ in range(2))
+    assert one == two
+    assert "owner" not in repr(one)

@@ -1,0 +1,102 @@
+"""The ready connection: requests, answers, late answers, and what a peer may have in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from kvpull_async.protocol import frames
+from kvpull_async.protocol.frames import FrameError, Message
+from kvpull_async.protocol.session import IN_FLIGHT_LIMIT, Failed, Received, Session
+from kvpull_async.status import LLMStatusCode
+from tests.wire import SAMPLES, deliver, drained, exchange, greeted
+
+LINK_FAILED = LLMStatusCode.LLM_LINK_FAILED
+
+
+def ask(session: Session) -> tuple[int, frames.Request]:
+    number = session.new_request()
+    request = msgspec.structs.replace(SAMPLES["Request"].message, request_id=number)
+    session.send(request)
+    return number, request
+
+
+def grant(number: int) -> frames.Grant:
+    return msgspec.structs.replace(SAMPLES["Grant"].message, request_id=number)
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+def test_a_request_and_its_answer_pass_with_their_tails(lane: int) -> None:
+    pair = greeted(lane=lane)
+    asking, serving = pair if lane == 0 else pair[::-1]
+    number, request = ask(asking)
+    asking.send(msgspec.structs.replace(request, request_id=asking.new_request()), b"a table")
+    exchange(asking, serving)
+    assert [event.tail for event in drained(serving)] == [b"", b"a table"]
+    serving.send(grant(number), b"bytes")
+    exchange(asking, serving)
+    assert drained(asking) == [Received(grant(number), b"bytes")]
+
+
+@pytest.mark.parametrize("answer", [grant, lambda number: frames.Refuse(number, 1, "no")], ids=["grant", "refusal"])
+def test_a_late_answer_is_dropped_and_an_answer_nobody_asked_for_is_a_failure(answer: Callable[[int], Message]) -> None:
+    session, _ = greeted()
+    first, second = ask(session)[0], ask(session)[0]
+    session.end_request(first)
+    assert deliver(session, answer(first)) == []
+    assert session.late_answers == 1
+    assert len(deliver(session, answer(second))) == 1
+    assert deliver(session, answer(second)) == []  # answered twice: late too
+    assert session.late_answers == 2
+    (failed,) = deliver(session, answer(second + 1))
+    assert failed == Failed(f"an answer to request {second + 1}, which was never sent", LINK_FAILED)
+
+
+def test_an_answer_to_request_zero_is_a_failure() -> None:
+    session, _ = greeted()
+    assert isinstance(deliver(session, grant(0))[0], Failed)
+
+
+def request(number: int) -> frames.Request:
+    return msgspec.structs.replace(SAMPLES["Request"].message, request_id=number)
+
+
+@pytest.mark.parametrize("number", [0, 3, 5])
+def test_request_ids_only_grow(number: int) -> None:
+    _, serving = greeted()
+    assert len(deliver(serving, request(5))) == 1
+    (failed,) = deliver(serving, request(number))
+    assert failed == Failed(f"request id {number} came out of order", LINK_FAILED)
+
+
+def test_requests_in_flight_are_bounded() -> None:
+    _, serving = greeted()
+    for number in range(1, IN_FLIGHT_LIMIT + 1):
+        assert len(deliver(serving, request(number))) == 1
+    serving.end_request(7)
+    assert len(deliver(serving, request(IN_FLIGHT_LIMIT + 1))) == 1
+    (failed,) = deliver(serving, request(IN_FLIGHT_LIMIT + 2))
+    assert failed == Failed(f"more than {IN_FLIGHT_LIMIT} requests in flight", LINK_FAILED)
+
+
+def test_the_tables_of_requests_in_flight_are_bounded_together() -> None:
+    _, serving = greeted()
+    table = bytes(frames.TAIL_LIMIT)
+    for number in (1, 2):
+        assert len(deliver(serving, request(number), table)) == 1
+    serving.end_request(1)
+    assert len(deliver(serving, request(3), table)) == 1
+    (failed,) = deliver(serving, request(4), bytes(8))
+    assert failed == Failed(f"more than {2 * frames.TAIL_LIMIT} bytes of tables in flight", LINK_FAILED)
+
+
+def test_a_message_too_large_is_not_sent_and_spoils_nothing() -> None:
+    asking, serving = greeted()
+    with pytest.raises(FrameError, match="exceeds the limits"):
+        asking.send(request(asking.new_request()), bytes(frames.TAIL_LIMIT + 8))
+    assert asking.take_output() == b""
+    ask(asking)
+    exchange(asking, serving)
+    assert len(drained(serving)) == 1

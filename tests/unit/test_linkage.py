@@ -1,0 +1,90 @@
+"""What links share: which transport reaches a peer, how a lane is made, and how a failed connection reads."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+
+import pytest
+
+from kvpull_async.linkage import LinkState, connect_error, first, text
+from kvpull_async.protocol import frames
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+from kvpull_async.transport.inproc import InprocTransport
+from tests.loop_nodes import LoopNode, ScriptedChannel, loop_nodes
+
+HERE = ("127.0.0.1", 9)
+
+
+async def test_the_first_transport_that_reaches_the_peer_is_taken() -> None:
+    node, listening = LoopNode(1), LoopNode(2, transport="inproc")
+    inproc = InprocTransport(node.log)
+    context = dataclasses.replace(node.context, transports=(inproc, node.transport))
+    async with loop_nodes(listening):
+        address = listening.target.address
+        assert address is not None
+        assert context.transport_to(address) is inproc
+        assert context.transport_to(HERE) is node.transport
+
+
+async def test_a_peer_out_of_reach_is_a_failed_link_that_names_what_was_tried() -> None:
+    context = LoopNode(1, transport="inproc").context
+    with pytest.raises(LLMException, match=r"127\.0\.0\.1:9 is out of reach of inproc") as caught:
+        context.transport_to(HERE)
+    assert caught.value.status_code == LLMStatusCode.LLM_LINK_FAILED
+
+
+async def test_a_lane_greets_as_this_engine_and_offers_the_transports_path() -> None:
+    node = LoopNode(7, incarnation=b"i" * 16, secret=b"s", heartbeat_interval_ms=50, heartbeat_timeout_ms=2000)
+    channel = ScriptedChannel()
+    lane = node.context.new_lane(channel, node.transport, dialer=True, asked=9, lane=1, token=b"t" * 16)
+    lane.session.start()
+    channel.post(lane.session.take_output())
+    (hello,) = channel.take()
+    assert isinstance(hello, frames.Hello)
+    assert (hello.cluster_id, hello.asked, hello.incarnation) == (7, 9, b"i" * 16)
+    assert (hello.lane, hello.token, hello.authenticates, hello.capabilities) == (1, b"t" * 16, True, ["tcp"])
+    assert (lane._heartbeat, lane._silence) == (0.05, 2.0)
+
+
+def test_a_refusal_keeps_its_status() -> None:
+    error = LLMException("no", status_code=LLMStatusCode.LLM_ALREADY_LINK)
+    assert connect_error(error, "here") is error
+
+
+def test_a_deadline_that_passed_is_a_timeout() -> None:
+    error = connect_error(asyncio.TimeoutError(), "10.0.0.1:7")
+    assert isinstance(error, LLMTimeoutError)
+    assert (str(error), error.retry_safe) == ("10.0.0.1:7 did not answer in time", True)
+
+
+@pytest.mark.parametrize("cause", [ConnectionRefusedError(errno.ECONNREFUSED, "refused"), OSError("no route")])
+def test_a_broken_connection_is_a_failed_link_that_keeps_its_cause(cause: OSError) -> None:
+    error = connect_error(cause, "10.0.0.1:7")
+    assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
+    assert str(error) == f"10.0.0.1:7: {cause}"
+    assert error.__cause__ is cause
+    assert error.retry_safe
+
+
+def test_addresses_for_people() -> None:
+    assert text(("10.0.0.1", 7)) == "10.0.0.1:7"
+    assert text(None) == "a peer that dialled this side"
+
+
+async def test_first_waits_for_either_or_for_the_time() -> None:
+    loop = asyncio.get_running_loop()
+    one: asyncio.Future[None] = loop.create_future()
+    other: asyncio.Future[LLMException] = loop.create_future()
+    await first(one, other, timeout=0.01)
+    assert not one.done()
+    loop.call_soon(other.set_result, LLMException("lost"))
+    await first(one, other)
+    assert not one.done()
+    one.set_result(None)
+    await first(one, loop.create_future())
+
+
+def test_the_states_of_a_link_are_the_documented_ones() -> None:
+    assert [state.value for state in LinkState] == ["new", "connecting", "ready", "poisoned", "closed"]
