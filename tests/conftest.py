@@ -68,7 +68,7 @@ def _shared_mappings() -> dict[object, str]:
 
 def _shared_memory() -> dict[object, str]:
     try:
-        return {path: f"shared memory {path}" for path in Path("/dev/shm").iterdir()}
+        return {path: f"shared memory {path}" for path in Path("/dev/shm").glob("kvpull*")}  # others are not ours
     except FileNotFoundError:
         return {}
 

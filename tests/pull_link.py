@@ -15,7 +15,7 @@ from kvpull_async import plan
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
 from kvpull_async.fifo import Fifo
-from kvpull_async.memory.base import Batches
+from kvpull_async.memory.base import Batches, Span
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.observe import PullReport
 from kvpull_async.protocol import frames
@@ -82,10 +82,14 @@ class LoopPath:
     def __init__(self, link: LoopLink) -> None:
         self._link = link
         self.transfers: list[LoopTransfer] = []
+        self.expected: list[tuple[bytes, Span]] = []
         self.given_up = 0
 
     async def ready(self, deadline: Deadline) -> None:
         await asyncio.sleep(0)
+
+    def expect(self, grant_id: bytes, ticket: bytes, span: Span) -> None:
+        self.expected.append((grant_id, span))
 
     def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> LoopTransfer:
         link = self._link
@@ -242,6 +246,7 @@ class Bench:
             table=b"table",
             at_most=4 * self.size,
             land=self._land,
+            span=lambda _: Span(self.entry.regions, self._rows),
             entry=self.entry,
             deadline=Deadline.after_ms(timeout_ms),
             report=report,
@@ -258,8 +263,10 @@ class Bench:
     def _land(self, grant: frames.Grant) -> tuple[Batches, int]:
         if grant.per_tensor != self.size:
             raise LLMException("does not fit", status_code=LLMStatusCode.LLM_FAILED)
-        rows = plan.entry_segments(range(4), entry=1, entry_nbytes=700_000, offset=0, size=self.size)
-        return self.registry.backend.landing(self.entry.regions, rows), 4 * self.size
+        return self.registry.backend.landing(self.entry.regions, self._rows()), 4 * self.size
+
+    def _rows(self) -> plan.Segments:
+        return plan.entry_segments(range(4), entry=1, entry_nbytes=700_000, offset=0, size=self.size)
 
     def landed(self) -> bool:
         return bool((self.memory[:, 1, : self.size] == self.link.byte).all()) and not self.memory[:, 0].any()

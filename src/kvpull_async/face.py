@@ -126,8 +126,8 @@ class LLMDataDist:
     async def unlink_clusters(
         self, clusters: list[LLMClusterInfo], timeout: int = 3000, force: bool = False, *, raise_on_error: bool = False
     ) -> LinkResult:
-        """Unlink; returns as `link_clusters`. With `force` this side is torn down without waiting for the peer, which is
-        only told; a dead or unknown one is no failure.
+        """Unlink; returns as `link_clusters`. With `force` this side is torn down without waiting for the peer, which
+        is only told; a dead or unknown one is no failure.
         """
         result = await awaited(self._core.engine, self._core.unlink_clusters(clusters, timeout, force))
         return checked(result, "unlink_clusters", raise_on_error)

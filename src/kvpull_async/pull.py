@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING, Final
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Job
 from kvpull_async.linkage import broken
-from kvpull_async.memory.base import Batches, copy_batches, lend_bytes
+from kvpull_async.memory.base import Batches, Span, copy_batches, lend_bytes
 from kvpull_async.observe import PullReport
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Entry, Pin
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, fresh
-from kvpull_async.transport.base import DataPath, Transfer
+from kvpull_async.transport.base import DataPath, Transfer, moved
 
 if TYPE_CHECKING:
     from kvpull_async.lane import Answer, Lane
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pull", "Wanted"]
 
+_LEAST: Final = 0.02
 _NOTICE: Final = 0.5
 """Seconds within which the loss of a whole connection shows, once a part of it has broken."""
 
@@ -38,13 +40,14 @@ for crossing back to the caller."""
 @dataclass(frozen=True)
 class Wanted:
     """What a manager asks of a link. `land` turns a grant into the pieces to fill and their number of bytes, and
-    refuses a grant that does not fit.
+    refuses a grant that does not fit; `span` says where in memory they lie.
     """
 
     request: Callable[[int, int], frames.Request]
     table: bytes
     at_most: int
     land: Callable[[frames.Grant], tuple[Batches, int]]
+    span: Callable[[frames.Grant], Span]
     entry: Entry
     deadline: Deadline
     report: PullReport
@@ -117,8 +120,9 @@ class Pull:
             if grant.inline:
                 await self._land(landing, payload, nbytes)
             else:
+                path.expect(grant.grant_id, grant.ticket, wanted.span(grant))
                 self._transfer = path.fetch(grant.grant_id, landing, nbytes)
-                await asyncio.shield(self._transfer.done)
+                await moved(self._transfer)
         report.bytes = nbytes
         self._commit(grant)
 
@@ -161,7 +165,7 @@ class Pull:
             _exhaust(steps)  # at most inline_limit bytes: shorter than handing it to a thread
         else:
             self._transfer = job = Job(self._link.workers, steps)
-            await asyncio.shield(job.done)
+            await moved(job)
 
     def _commit(self, grant: frames.Grant) -> None:
         """No step between the last byte and this may wait: afterwards the pull has happened."""
@@ -202,8 +206,9 @@ class Pull:
         return not answer.done() or answer.cancelled() or answer.exception() is None
 
     def _bound(self) -> Deadline:
-        end = self._wanted.deadline.later(GRACE)
-        return end.sooner(self._link.settle_timeout)
+        """When to stop waiting for what is being stopped. A core that comes late is no reason not to wait at all."""
+        end = max(self._wanted.deadline.at + GRACE, time.monotonic() + _LEAST)
+        return Deadline(end).sooner(self._link.settle_timeout)
 
     def _explain(self, error: BaseException, unsafe: bool) -> LLMException:
         """The exception the caller sees, a new instance with the fields that say what to do next."""

@@ -14,18 +14,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from kvpull_async import offers
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Workers
 from kvpull_async.lane import Lane
-from kvpull_async.memory.base import Batches, planned
+from kvpull_async.memory.base import Batches, Span, planned
 from kvpull_async.observe import Counters, Log
 from kvpull_async.offers import Issued, Offer
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
 from kvpull_async.registry import Pin, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.transport.base import DataPath, Transfer
+from kvpull_async.transport.base import DataPath, Transfer, moved
 
 __all__ = ["PeerRecord", "Serving"]
 
@@ -218,10 +220,11 @@ class Serving:
 
     async def _stream(self, request: frames.Request, grant: frames.Grant, offer: Offer, lease_ends: Deadline) -> None:
         await self._path.ready(lease_ends)
+        ticket = self._path.describe(grant.grant_id, Span(offer.entry.regions, offer.plan))
         lease = self._lease(request, grant, offer, lease_ends)
         try:
-            await self._lane.send(grant)
-            await asyncio.shield(lease.transfer.done)
+            await self._lane.send(msgspec.structs.replace(grant, ticket=ticket) if ticket else grant)
+            await moved(lease.transfer)
         except BaseException:
             lease.transfer.abort()
             await absorb([lease.transfer.settled], Deadline.after_ms(1000))

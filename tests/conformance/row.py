@@ -6,6 +6,7 @@ leaves unsaid: a refused call has changed nothing, and the link serves the next 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -88,6 +89,7 @@ def _without_frames(error: Exception) -> Exception:
     chain: list[BaseException | None] = [error]
     for link in chain:
         if link is not None and link.__traceback__ is not None:
+            traceback.clear_frames(link.__traceback__)
             link.__traceback__ = None
             chain += [link.__cause__, link.__context__]
     return error

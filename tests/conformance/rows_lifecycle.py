@@ -54,12 +54,12 @@ async def links_to_a_closed_port(f: Scene) -> Any:
 
 
 async def unlink(f: Scene, **kwargs: Any) -> Any:
-    info = cluster_info(SOURCE, f.address)  # type: ignore[attr-defined]
+    info = cluster_info(SOURCE, f.address)
     return await f.api.do(f.destination.unlink_clusters, [info], **kwargs)
 
 
 async def unlinks_from_a_peer_that_is_gone(f: Scene) -> None:
-    f.address = f.source.listen_address  # type: ignore[attr-defined]
+    f.address = f.source.listen_address
     await f.api.do(f.source.finalize)
     refused = LLMStatusCode.LLM_UNLINK_FAILED
     assert await unlink(f) == (refused, [refused])
@@ -72,7 +72,7 @@ async def unlinks_from_a_peer_that_is_gone(f: Scene) -> None:
 
 
 async def unlinks_from_a_peer_that_is_silent(f: Scene) -> None:
-    f.address = f.source.listen_address  # type: ignore[attr-defined]
+    f.address = f.source.listen_address
     with stalled(f.source):
         assert await unlink(f, timeout=300) == (TIMEOUT, [TIMEOUT])
     await all_there(f)

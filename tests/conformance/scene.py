@@ -66,6 +66,8 @@ class Scene:
     destination: Any
     s: Any
     d: Any
+    address: Any
+    """Of a source that a row is about to end."""
 
     def __init__(self, api: Api, setup: Setup) -> None:
         self.api = api

@@ -5,6 +5,7 @@ and the next pull is right.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from kvpull_async import CacheKey, LLMException, LLMRole, LLMStatusCode, LLMTimeoutError
 from tests import duo
-from tests.integration.inject import faulty_transports
+from tests.integration.inject import faulty_transports, gated_memories
 from tests.integration.own_loop import outcome, within
 from tests.integration.processes import eventually
 
@@ -74,6 +75,40 @@ async def test_p2_p4_cut_at_each_frame_in_turn(
                 assert duo.holds(cache, entry=0, source=0)
         assert outcomes.count(False) >= 1
         assert outcomes[-1]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("where", ["landing", "lending"])
+@pytest.mark.parametrize("aware", [True, False], ids=["both sides know", "only the puller knows"])
+async def test_p10_a_connection_lost_in_the_middle_of_a_copy_is_a_link_failure(
+    monkeypatch: pytest.MonkeyPatch, path: str, where: str, aware: bool
+) -> None:
+    memories, faults = gated_memories(monkeypatch, after=1), faulty_transports(monkeypatch, path)
+    async with duo.duo(transport=path, settle_timeout=20_000) as pair:
+        await pair.publish(duo.BIG)
+        cache = await pair.destination(duo.BIG)
+        gate = memories[1].landing_gate if where == "landing" else memories[0].lending_gate
+        gate.close()
+        key = CacheKey(duo.PROMPT, 0)
+        pull = begin(pair.decoder.kv_cache_manager.pull_cache(key, cache, src_cache_offset=0))
+        await gate.reached()
+        with contextlib.nullcontext() if aware else duo.frozen(pair.prompt):
+            faults[0 if aware else 1].cut()
+            await eventually(lambda: bool(pair.decoder.counters.get("links_lost")))
+            gate.open()
+            error = await outcome(pull)
+        if error is None:  # all of it had arrived before the loss
+            assert path == "tcp"
+            assert duo.holds(cache, entry=0, source=0)
+        else:
+            assert isinstance(error, LLMException)
+            assert error.status_code is LLMStatusCode.LLM_LINK_FAILED
+            assert error.retry_safe
+        assert not cache.quarantined
+        for array in duo.arrays(cache):
+            array[:] = 0
+        await check_right(pair, duo.BIG, source=0)
+        assert duo.untouched(cache)
 
 
 @pytest.mark.parametrize(("path", "size"), KINDS)

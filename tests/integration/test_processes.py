@@ -311,7 +311,7 @@ async def test_p7_p8_a_decode_process_killed_or_stopped_in_the_middle_of_a_trans
         linked = await decode.ask("link", "linked", cluster=PROMPT, address=list(address))
         assert linked["codes"] == ["LLM_SUCCESS", "LLM_SUCCESS"]
         await decode.ask("hold", "holding", where="landing")
-        decode.tell("pull", cluster=PROMPT, key=0, nbytes=nbytes, timeout=600)
+        decode.tell("pull", cluster=PROMPT, key=0, nbytes=nbytes, timeout=2000)
         await decode.hear("pulling")
         await decode.hear("held")
         await eventually(lambda: busy(prefill, source))

@@ -32,7 +32,7 @@ from kvpull_async import (
 )
 from tests.conformance.api import AWAITED, BLOCKING, Api
 from tests.oracle import CacheModel, Descriptor, PullArguments, Refused, expected
-from tests.strategies import PullCase, fitting_pulls, pulls, thorough
+from tests.strategies import PullCase, pulls, thorough
 
 SOURCE, DESTINATION = 1, 2
 PADDING, MODEL = 2**64 - 1, 5
@@ -210,8 +210,9 @@ class Example:
                 call(self._manager.remove_cache_key, self.key)
             call(self._manager.deallocate_cache, self.source)
         blocks = self._case.destination.descriptor.blocks
-        call(getattr(self._puller, "deallocate_blocks_cache" if blocks else "deallocate_cache", None)
-             or self._puller.deallocate_cache, self.destination)  # fmt: skip
+        # The older manager has one call for both kinds.
+        own = getattr(self._puller, "deallocate_blocks_cache", self._puller.deallocate_cache)
+        call(own if blocks else self._puller.deallocate_cache, self.destination)
 
 
 def described(descriptor: Descriptor) -> CacheDesc:
@@ -266,17 +267,4 @@ def test_p2_any_pull_is_whole_or_changes_nothing(api: Api, transport: str, inlin
             check(pair, case, naming)
 
         examples()
-
-
-@pytest.mark.parametrize(("api", "transport", "inline_limit"), SETTINGS)
-def test_p2_every_pull_that_fits_delivers(api: Api, transport: str, inline_limit: int) -> None:
-    with linked(api, transport, inline_limit) as pair:
-
-        @thorough
-        @given(case=fitting_pulls(), naming=namings)
-        def examples(case: PullCase, naming: Naming) -> None:
-            assert not isinstance(expected(case.source, case.destination, case.arguments), Refused)
-            check(pair, case, naming)
-
-        examples()
-        assert pair.destination.counters.get("links_lost", 0) == 0, "one link served them all"
+        assert "links_lost" not in pair.destination.counters, "one link serves them all, refused ones included"

@@ -217,6 +217,28 @@ def test_a_call_sent_in_the_last_moment_is_told_too(bugs: list[str], monkeypatch
     assert not crossing.succeeded
 
 
+def test_asking_again_to_stop_lets_the_first_one_finish_and_looking_does_not_ask(bugs: list[str]) -> None:
+    ended = threading.Event()
+
+    async def ends_slowly() -> None:
+        try:
+            await asyncio.sleep(BOUND)
+        finally:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            ended.set()
+
+    with running_core(bugs) as core:
+        core.loop.call_soon_threadsafe(lambda: core.loop.create_task(ends_slowly()))
+        assert call(core, value).wait() == "value"
+        assert not core.stopped
+        assert call(core, value).wait() == "value"
+        while not core.stop(0):
+            pass
+        assert core.stopped
+    assert ended.is_set()
+
+
 def test_a_task_that_outlasts_its_cancellation_does_not_hold_up_the_end(bugs: list[str]) -> None:
     core = CoreLoop(name="test-core", on_bug=bugs.append)
     core.start()

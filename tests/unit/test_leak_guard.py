@@ -72,7 +72,7 @@ def test_mapping():
     os.close(fd)
 
 def test_shared_memory():
-    name = f"/dev/shm/forgotten-{os.getpid()}"
+    name = f"/dev/shm/kvpull-forgotten-{os.getpid()}"
     with open(name, "wb"):
         atexit.register(os.unlink, name)
 
@@ -102,7 +102,7 @@ REPORTS = {
     "test_memfd": "  file descriptor * -> /memfd:forgotten*",
     # (An mmap object keeps a duplicate of the descriptor.)
     "test_mapping": "  file descriptor * -> /memfd:mapped*\n  mapped shared memory /memfd:mapped*",
-    "test_shared_memory": "  shared memory /dev/shm/forgotten-*",
+    "test_shared_memory": "  shared memory /dev/shm/kvpull-forgotten-*",
     "test_child_process": "  child process *",
     "test_engine": "  engine not finalised: <Engine cluster 7>",
 }

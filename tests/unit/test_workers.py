@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -90,6 +91,19 @@ def test_the_state_shown_stays_true_after_a_queue_has_built_up() -> None:
         assert [future.result(BOUND) for future in futures] == [1] * 6
         assert executor.close(BOUND) == 0
         assert "threads=1/1 idle=1" in repr(executor)
+
+
+def test_an_idle_thread_keeps_nothing_alive() -> None:
+    class Result:
+        pass
+
+    with workers() as executor:
+        future = executor.submit(Result)
+        result = weakref.ref(future.result(BOUND))
+        del future
+        while "idle=1" not in repr(executor):
+            pass
+        assert result() is None
 
 
 def test_work_sees_a_copy_of_the_callers_context() -> None:

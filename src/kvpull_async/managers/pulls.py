@@ -20,7 +20,7 @@ from kvpull_async.managers import caches, checks
 from kvpull_async.managers.checks import PullDraft, invalid
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.node import Node
-from kvpull_async.memory.base import Batches, planned
+from kvpull_async.memory.base import Batches, Span, planned
 from kvpull_async.observe import PullReport, new_pull_id
 from kvpull_async.protocol import frames
 from kvpull_async.pull import Pull, Wanted
@@ -189,6 +189,7 @@ class _Destination:
             table=self.table(),
             at_most=len(self.tensors) * self.per_tensor,
             land=self.land,
+            span=self.span,
             entry=self.entry,
             deadline=prepared.deadline,
             report=prepared.report,
@@ -209,6 +210,9 @@ class _Destination:
     def fits(self, per_tensor: int) -> bool:
         return per_tensor == self.per_tensor
 
+    def span(self, grant: frames.Grant) -> Span:
+        return Span(self.entry.regions, partial(self.segments, grant.per_tensor))
+
     def land(self, grant: frames.Grant) -> tuple[Batches, int]:
         if grant.tensors != len(self.tensors) or not self.fits(grant.per_tensor):
             raise LLMException(
@@ -216,9 +220,9 @@ class _Destination:
                 f"{self.per_tensor} of {len(self.tensors)} were asked for",
                 status_code=LLMStatusCode.LLM_FAILED,
             )
-        backend, regions = self._node.registry.backend, self.entry.regions
-        make = partial(self.segments, grant.per_tensor)
-        return planned(make, lambda rows: backend.landing(regions, rows)), grant.tensors * grant.per_tensor
+        backend, span = self._node.registry.backend, self.span(grant)
+        landing = planned(span.rows, lambda rows: backend.landing(span.regions, rows))
+        return landing, grant.tensors * grant.per_tensor
 
 
 class _Entry(_Destination):

@@ -25,6 +25,7 @@ __all__ = [
     "Batches",
     "MemoryBackend",
     "Region",
+    "Span",
     "copy_batches",
     "lend_bytes",
     "planned",
@@ -61,6 +62,17 @@ class Allocation:
     regions: tuple[Region, ...]
     nbytes: int
     placement: Placement
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a cache, for data paths that move memory by themselves instead of filling or reading pieces.
+
+    `rows` makes the table of tensor, byte offset, length, in stream order; it may take long, so call it off the loop.
+    """
+
+    regions: tuple[Region, ...]
+    rows: Callable[[], NDArray[np.int64]]
 
 
 class MemoryBackend(ABC):

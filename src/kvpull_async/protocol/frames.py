@@ -158,7 +158,9 @@ class Request(_Body, frozen=True):
 
 
 class Grant(_Body, frozen=True):
-    """The source's consent: `per_tensor` bytes of each of `tensors` tensors follow, in the tail when `inline`."""
+    """The source's consent: `per_tensor` bytes of each of `tensors` tensors follow, in the tail when `inline`. The
+    `ticket` is what a one-sided path needs to find them by itself.
+    """
 
     kind: ClassVar[int] = 9
     request_id: U64
@@ -167,6 +169,7 @@ class Grant(_Body, frozen=True):
     per_tensor: Count
     inline: bool
     wants_done: bool
+    ticket: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""
 
 
 class Refuse(_Body, frozen=True):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import report_to
-from kvpull_async.memory.base import Allocation, Batches, MemoryBackend, Region
+from kvpull_async.memory.base import Allocation, Batches, MemoryBackend, Region, Span
 from kvpull_async.transport.base import (
     Address,
     ControlChannel,
@@ -329,6 +329,12 @@ class StubbornPath(DataPath):
 
     def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> Transfer:
         return self._inner.serve(grant_id, lending, nbytes)
+
+    def describe(self, grant_id: bytes, span: Span) -> bytes:
+        return self._inner.describe(grant_id, span)
+
+    def expect(self, grant_id: bytes, ticket: bytes, span: Span) -> None:
+        self._inner.expect(grant_id, ticket, span)
 
     def give_up(self) -> None:
         self._inner.give_up()

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
-from kvpull_async.memory.base import Batches
+from kvpull_async.memory.base import Batches, Span
 
-__all__ = ["Address", "ControlChannel", "DataPath", "Listener", "PathSeed", "Transfer", "Transport"]
+__all__ = ["Address", "ControlChannel", "DataPath", "Listener", "PathSeed", "Transfer", "Transport", "moved"]
 
 Address = tuple[str, int]
 
@@ -55,7 +55,7 @@ class Transfer(Protocol):
 
     @property
     def done(self) -> asyncio.Future[int]:
-        """The bytes moved, or why they were not."""
+        """The bytes moved, or why they were not; cancelled when it was aborted."""
 
     @property
     def settled(self) -> asyncio.Future[None]:
@@ -63,6 +63,16 @@ class Transfer(Protocol):
 
     def abort(self) -> bool:
         """Stop soon; False when the engine below cannot, and then only `settled` tells. Never waits or raises."""
+
+
+async def moved(transfer: Transfer) -> int:
+    """Wait for the bytes it moves. Cancelling the wait leaves the transfer alone, and a transfer that something else
+    aborted is an OSError, not a cancellation of whoever waits.
+    """
+    await asyncio.wait([transfer.done])
+    if transfer.done.cancelled():
+        raise ConnectionAbortedError("the transfer was aborted")
+    return transfer.done.result()
 
 
 class DataPath(ABC):
@@ -84,6 +94,15 @@ class DataPath(ABC):
     @abstractmethod
     def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> Transfer:
         """Source: make the grant's bytes reach the puller. A one-sided path is done when the grant may be read."""
+
+    def describe(self, grant_id: bytes, span: Span) -> bytes:
+        """Source, before `serve`: what the puller's half needs to read `span` by itself, at most 4 KiB; it rides on the
+        grant. Names and offsets, never addresses that the peer could choose. Paths that send have nothing to say.
+        """
+        return b""
+
+    def expect(self, grant_id: bytes, ticket: bytes, span: Span) -> None:
+        """Puller, before `fetch`: the source's ticket, and the destination for paths that write to it by themselves."""
 
     def give_up(self) -> None:
         """Puller: a request was given up before its grant came, and the source may have sent bytes for it already: they

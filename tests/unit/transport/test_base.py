@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import numpy as np
 import pytest
 
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
-from kvpull_async.memory.base import Batches
+from kvpull_async.memory.base import Batches, Span
 from kvpull_async.transport import base
 from kvpull_async.transport.base import (
     Address,
@@ -17,6 +20,7 @@ from kvpull_async.transport.base import (
     PathSeed,
     Transfer,
     Transport,
+    moved,
 )
 from kvpull_async.transport.inproc import InprocTransport
 from kvpull_async.transport.tcp import TcpTransport
@@ -57,9 +61,12 @@ def test_a_contract_cannot_be_used_without_its_methods(contract: type[object]) -
         contract()
 
 
-def test_a_path_streams_and_has_nothing_to_release_unless_it_says_so() -> None:
-    path = SmallestPath()
+def test_a_path_streams_and_has_nothing_to_describe_expect_or_release_unless_it_says_so() -> None:
+    path, span = SmallestPath(), Span((), lambda: np.empty((0, 3), np.int64))
     assert path.one_sided is False
+    assert path.describe(b"g" * 16, span) == b""
+    path.expect(b"g" * 16, b"", span)
+    path.give_up()
     path.release(b"g" * 16)
 
 
@@ -75,3 +82,42 @@ def test_a_seed_does_not_show_its_token() -> None:
 def test_the_transports_have_names_of_their_own() -> None:
     assert {TcpTransport.name, InprocTransport.name} == {"tcp", "inproc"}
     assert set(base.__all__) >= {"ControlChannel", "DataPath", "Listener", "Transfer", "Transport"}
+
+
+class FakeTransfer:
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[int] = loop.create_future()
+        self.settled: asyncio.Future[None] = loop.create_future()
+
+    def abort(self) -> bool:
+        self.done.cancel()
+        return True
+
+
+async def test_moved_waits_for_the_bytes_or_the_reason() -> None:
+    good, bad = FakeTransfer(), FakeTransfer()
+    good.done.set_result(7)
+    bad.done.set_exception(ConnectionResetError("reset"))
+    assert await moved(good) == 7
+    with pytest.raises(ConnectionResetError, match="reset"):
+        await moved(bad)
+
+
+async def test_a_transfer_that_something_else_aborted_is_no_cancellation_of_who_waits() -> None:
+    transfer = FakeTransfer()
+    waiting = asyncio.create_task(moved(transfer))
+    await asyncio.sleep(0)
+    transfer.abort()
+    with pytest.raises(ConnectionAbortedError):
+        await waiting
+
+
+async def test_a_cancelled_wait_leaves_the_transfer_alone() -> None:
+    transfer = FakeTransfer()
+    waiting = asyncio.create_task(moved(transfer))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not transfer.done.done()

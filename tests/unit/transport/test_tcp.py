@@ -320,6 +320,18 @@ async def test_p4_a_broken_connection_is_replaced_when_the_next_pull_needs_it(en
         assert await pull(accepted, dialled, b"after") == b"after"
 
 
+@pytest.mark.parametrize("dialler_pulls", [True, False])
+async def test_bytes_of_a_pull_given_up_before_its_grant_do_not_reach_the_next_one(dialler_pulls: bool) -> None:
+    async with scene() as one, paths(one) as (dialled, accepted):
+        source, puller = (accepted, dialled) if dialler_pulls else (dialled, accepted)
+        assert await pull(source, puller, b"before") == b"before"
+        sent = source.serve(b"s" * 16, of(b"nobody wants this"), 17)
+        await sent.settled
+        puller.give_up()
+        await eventually(lambda: not dialled._usable())
+        assert await pull(source, puller, b"after") == b"after"
+
+
 async def test_a_stranger_with_a_wrong_token_does_not_disturb_the_owner() -> None:
     with event_log() as events:
         async with scene() as one, paths(one) as (dialled, accepted):

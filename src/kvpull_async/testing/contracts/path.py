@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Workers
-from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Batches, MemoryBackend, Region
+from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Batches, MemoryBackend, Region, Span
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.testing.contracts._waiting import PATIENCE, unwanted, within
@@ -60,7 +60,9 @@ class Ends:
         """One granted pull: the source's transfer and the puller's."""
         await self.ready()
         grant, nbytes = secrets.token_bytes(16), int(segments[:, 2].sum())
+        ticket = self.source.describe(grant, Span(tuple(self.reading), lambda: segments))
         serving = self.source.serve(grant, self.lending(segments), nbytes)
+        self.puller.expect(grant, ticket, Span(tuple(self.writing), lambda: into))
         return serving, self.puller.fetch(grant, self.landing(into), nbytes)
 
     async def pull(self, segments: NDArray[np.int64], into: NDArray[np.int64]) -> None:
