@@ -2,7 +2,8 @@
 
 One process pulls from seven sources at once, each over a link of its own, in two kinds of turns: calm, with the eighth
 link idle, and with the eighth source stopped (SIGSTOP) while it is being pulled from, timeout after timeout. The median
-time of the pulls on the seven links in the one is compared with that in the other, turn by turn.
+time of the pulls on the seven links in the one is compared with that in the other, round by round. Rounds that other
+processes disturbed are left out where enough others remain.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from figures import Spread, judge, machine, parsed, percentile, print_table, save, standard_arguments
+from figures import Spread, across, judge, machine, parsed, percentile, print_table, save, standard_arguments
 from kv_nodes import PULLER_CLUSTER, AwaitingNode
 from kvpull_async import Cache, LLMException, LLMRole, LLMTimeoutError
 from processes import Child
-from quiet import Neighbours
+from quiet import Neighbours, quiet_ones
 from sources import prefill_side
 from workloads import KIB, Arena, EntryPull, Shape, own_memory, wrong_bytes
 
@@ -37,8 +38,6 @@ PULLS: Final = {
 STOPPED_TIMEOUT_MS: Final = 200
 RECOVERY_MS: Final = 10_000
 SEED: Final = 21
-Times = dict[str, dict[str, list[list[float]]]]
-"""Seconds of each pull, by size, kind of turn, and round."""
 
 
 class Peer:
@@ -86,26 +85,47 @@ class Peer:
             raise RuntimeError(f"{wrong} wrong bytes from cluster {self._cluster_id}")
 
 
+@dataclass
+class Round:
+    """One turn of each kind: the seconds of every pull on the first seven links, and the cores that others used."""
+
+    calm: list[float]
+    disturbed: list[float]
+    others: float
+
+    @property
+    def change(self) -> float:
+        """Of the median, in per cent."""
+        return 100 * (statistics.median(self.disturbed) / statistics.median(self.calm) - 1)
+
+
 class Turns:
-    """The two kinds of turns. Each returns the times of all pulls on the first seven links."""
+    """The two kinds of turns, one after the other."""
 
     def __init__(self, node: AwaitingNode, peers: Sequence[Peer], *, seconds: float, patience: float) -> None:
         self._node = node
-        self._others, self._stopped = peers[:-1], peers[-1]
+        self._rest, self._stopped = peers[:-1], peers[-1]
         self._seconds = seconds
         self._patience = patience
         self._neighbours = Neighbours({os.getpid(), *(peer.source.pid for peer in peers)})
         self.timeouts = 0
-        self.others: list[float] = []
 
-    def calm(self, size: str) -> list[float]:
-        with self._neighbours.noted(self.others, patience=self._patience):
+    def round(self, size: str, *, calm_first: bool) -> Round:
+        others: list[float] = []
+        found: dict[str, list[float]] = {}
+        kinds = {"calm": self._calm, "disturbed": self._disturbed}
+        for kind in kinds if calm_first else reversed(kinds):
+            found[kind] = kinds[kind](size, others)
+        return Round(found["calm"], found["disturbed"], max(others))
+
+    def _calm(self, size: str, others: list[float]) -> list[float]:
+        with self._neighbours.noted(others, patience=self._patience):
             times: list[float] = self._node.do(self._pull(size))
         return times
 
-    def disturbed(self, size: str) -> list[float]:
+    def _disturbed(self, size: str, others: list[float]) -> list[float]:
         try:
-            with self._neighbours.noted(self.others, patience=self._patience):
+            with self._neighbours.noted(others, patience=self._patience):
                 times: list[float] = self._node.do(self._pull_beside_stopped(size))
         finally:
             os.kill(self._stopped.source.pid, signal.SIGCONT)
@@ -114,7 +134,7 @@ class Turns:
 
     async def _pull(self, size: str) -> list[float]:
         end = time.monotonic() + self._seconds
-        every = await asyncio.gather(*(peer.pull_until(end, size) for peer in self._others))
+        every = await asyncio.gather(*(peer.pull_until(end, size) for peer in self._rest))
         return [seconds for times in every for seconds in times]
 
     async def _pull_beside_stopped(self, size: str) -> list[float]:
@@ -126,10 +146,10 @@ class Turns:
         return times
 
 
-def measure(options: argparse.Namespace) -> tuple[Times, Turns]:
-    """The times, and the turns that were taken."""
+def measure(options: argparse.Namespace) -> tuple[dict[str, list[Round]], int]:
+    """The rounds by size, and how many pulls from the stopped peer timed out."""
     rounds, seconds = (1, 0.3) if options.quick else (options.rounds, options.seconds)
-    found: Times = {}
+    found: dict[str, list[Round]] = {}
     with ExitStack() as stack:
         ids = range(1, LINKS + 1)
         sources = [stack.enter_context(Child(prefill_side, SHAPE, id_, SEED + id_)) for id_ in ids]
@@ -137,55 +157,44 @@ def measure(options: argparse.Namespace) -> tuple[Times, Turns]:
         peers = [Peer(node, source, cluster_id) for source, cluster_id in zip(sources, ids, strict=True)]
         turns = Turns(node, peers, seconds=seconds, patience=options.patience)
         for size in PULLS:
-            found[size] = _rounds(turns, peers, size=size, rounds=rounds)
+            for peer in peers:
+                peer.check(size)
+            found[size] = [turns.round(size, calm_first=number % 2 == 0) for number in range(rounds)]
+            for peer in peers:
+                peer.check(size)
         node.close()
-    return found, turns
+    return found, turns.timeouts
 
 
-def _rounds(turns: Turns, peers: Sequence[Peer], *, size: str, rounds: int) -> dict[str, list[list[float]]]:
-    for peer in peers:
-        peer.check(size)
-    kinds = {"calm": partial(turns.calm, size), "beside a stopped peer": partial(turns.disturbed, size)}
-    found: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
-    for number in range(rounds):
-        for kind in kinds if number % 2 == 0 else reversed(kinds):
-            found[kind].append(kinds[kind]())
-    for peer in peers:
-        peer.check(size)
-    return found
-
-
-def tell(found: Times) -> dict[str, tuple[float, float]]:
+def tell(found: dict[str, list[Round]]) -> dict[str, tuple[float, float]]:
     """Print the tables; returns what is to be judged."""
     bounds = {}
-    for size, kinds in found.items():
+    for size, every in found.items():
+        rounds, quiet = quiet_ones(every, [one.others for one in every])
+        kinds = {"calm": [one.calm for one in rounds], "beside a stopped peer": [one.disturbed for one in rounds]}
         rows = []
-        for kind, rounds in kinds.items():
-            mids = Spread([1e3 * statistics.median(times) for times in rounds])
-            every = [seconds for times in rounds for seconds in times]
-            rows.append([kind, mids.text(2), f"{1e3 * percentile(every, 99):.2f}", str(len(every))])
-        print_table(f"Pulls of {size} on seven links at once", ["", "ms, median", "p99", "pulls"], rows)
-        calm, disturbed = kinds.values()
-        changes = Spread(
-            [100 * (statistics.median(b) / statistics.median(a) - 1) for a, b in zip(calm, disturbed, strict=True)]
-        )
-        print(f"change of the median, round by round: {changes.text(1)} %")
-        bounds[f"change of the median, {size}"] = (abs(changes.mid), BOUND)
+        for kind, turns in kinds.items():
+            pulls = [seconds for times in turns for seconds in times]
+            mids = Spread([1e3 * mid for mid in across(turns)])
+            rows.append([kind, mids.text(2), f"{1e3 * percentile(pulls, 99):.2f}", str(len(pulls)), quiet])
+        print_table(f"Pulls of {size} on seven links at once", ["", "ms, median", "p99", "pulls", "quiet"], rows)
+        change = Spread([one.change for one in rounds])
+        print(f"change of the median, round by round: {change.text(1)} %")
+        bounds[f"change of the median, {size}"] = (abs(change.mid), BOUND)
     return bounds
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     standard_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=8, help="of a calm turn and a disturbed one (8)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn (2)")
+    parser.add_argument("--rounds", type=int, default=10, help="of a calm turn and a disturbed one (10)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn (1.5)")
     options = parsed(parser)
-    found, turns = measure(options)
+    found, timeouts = measure(options)
     print(", ".join(f"{what} {value}" for what, value in machine().items()))
     bounds = tell(found)
-    print(f"\n{turns.timeouts} pulls from the stopped peer timed out meanwhile")
-    print(f"others used {Spread(turns.others).text(2)} cores during a turn")
-    save(options.json, times=found, timeouts=turns.timeouts, others=turns.others)
+    print(f"\n{timeouts} pulls from the stopped peer timed out meanwhile")
+    save(options.json, rounds={size: [asdict(one) for one in every] for size, every in found.items()})
     return judge(bounds, unit="%", quick=options.quick)
 
 

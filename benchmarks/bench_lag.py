@@ -4,6 +4,8 @@ The bound is on the 99th percentile of the two loops in the pulling process. Pul
 thousands of rows, are measured too. Beside them stands the lag of the same loops at rest, most of which is the kernel's
 timer, and that of a loop whose program moves the same bytes through plain sockets in a thread: what is in there is the
 interpreter's lock and a machine with few cores.
+
+All of these take turns of a second each. Turns that other processes disturbed are left out where enough others remain.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -25,137 +28,139 @@ from kv_nodes import PULLER_CLUSTER, AwaitingNode
 from kvpull_async import LLMRole
 from lag import LagMeter
 from processes import Child
-from quiet import Neighbours
+from quiet import Neighbours, quiet_ones
 from sources import prefill_side
-from workloads import FULL, QUICK, Arena, Shape, Workload, build, own_memory, wrong_bytes
+from workloads import FULL, QUICK, Arena, Shape, build, own_memory, wrong_bytes
 from yardsticks import SocketPuller
 
 BOUND_MS: Final = 5.0
 SEED: Final = 11
 NAMES: Final = ("W1", "W2")
 CALLER, CORE, SOURCE = "the caller's loop", "the core's loop", "the source's core"
+Call = Callable[[], Awaitable[object]]
 Lags = dict[str, list[float]]
 
 
 @dataclass
-class Measured:
-    """The lags of some loops, by loop."""
+class Kind:
+    """Something done again and again on the caller's loop, and the lags of some loops in each turn of it."""
 
     title: str
-    lags: Lags
-    others: float
+    loops: tuple[str, ...]
     judged: bool
+    turns: list[Lags] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
 
 
 class Bench:
-    """A node that pulls two workloads, and its source."""
+    """A node that pulls two workloads, its source, and plain sockets that move the same bytes."""
 
-    def __init__(self, source: Child, shape: Shape, *, patience: float) -> None:
-        self._source = source
-        self._patience = patience
+    def __init__(self, sources: Sequence[Child], shape: Shape) -> None:
+        self._source, sockets = sources
         self._shape = shape
-        self.node = node = AwaitingNode(LLMRole.DECODER, PULLER_CLUSTER, shape=shape)
+        self._neighbours = Neighbours({os.getpid(), *(source.pid for source in sources)})
+        self.node = AwaitingNode(LLMRole.DECODER, PULLER_CLUSTER, shape=shape)
         self._memory: Arena = own_memory(shape)
         self._memory.poison()
-        cluster_id, address = source.ask("open")
-        node.link(cluster_id, address)
         self._works = build(shape, seed=SEED)
+        self.kinds: list[tuple[Kind, Call]] = []
+        every = (CALLER, CORE, SOURCE)
+        self._add(Kind("at rest", every, judged=False), partial(asyncio.sleep, 0.1))
+        for name, call in self._pulls().items():
+            self._check(name, call)
+            self._add(Kind(f"pulls of {self._about(name)}", every, judged=True), call)
+        for name, call in self._moves(sockets).items():
+            self._add(Kind(f"plain sockets in a thread, {self._about(name)}", (CALLER,), judged=False), call)
+
+    def _pulls(self) -> dict[str, Call]:
+        node = self.node
+        cluster_id, address = self._source.ask("open")
+        node.link(cluster_id, address)
         caches = {"W1": node.entries(self._memory)[0], "W2": node.blocks(self._memory)[0]}
-        self._calls = {
-            name: node.call(self._works[name].pulls[0], cache, cluster_id=cluster_id) for name, cache in caches.items()
-        }
+        return {name: node.call(self._works[name].pulls[0], caches[name], cluster_id=cluster_id) for name in NAMES}
 
-    def rest(self, seconds: float) -> Measured:
-        return self._watch("at rest", partial(asyncio.sleep, seconds), seconds, judged=False)
+    def _moves(self, source: Child) -> dict[str, Call]:
+        self._puller = puller = SocketPuller(socket.AF_INET)
+        works = [self._works[name] for name in NAMES]
+        puller.open(self._shape, works, told=source.ask("open"))
+        puller.arena(works[0]).poison()
+        return {work.name: partial(asyncio.to_thread, puller.pull, work, 1) for work in works}
 
-    def pull(self, name: str, seconds: float) -> Measured:
-        self._check(name)
-        return self._watch(f"pulls of {_about(self._works[name])}", self._calls[name], seconds, judged=True)
+    def _add(self, kind: Kind, call: Call) -> None:
+        self.kinds.append((kind, call))
 
-    def _watch(self, title: str, call: Callable[[], Awaitable[object]], seconds: float, *, judged: bool) -> Measured:
-        """The lags while a call is made again and again."""
-        others: list[float] = []
-        with Neighbours({os.getpid(), self._source.pid}).noted(others, patience=self._patience):
+    def _about(self, name: str) -> str:
+        work = self._works[name]
+        return f"{work.nbytes / 2**20:g} MiB ({work.title})"
+
+    def _check(self, name: str, call: Call) -> None:
+        self._memory.poison()
+        self.node.do(call())
+        wrong = wrong_bytes(self._memory, self._works[name].pulls, shape=self._shape, seed=SEED)
+        if wrong:
+            raise RuntimeError(f"{wrong} wrong bytes after {name}")
+
+    def turn(self, kind: Kind, call: Call, *, seconds: float, patience: float) -> None:
+        """Note the lags while a call is made again and again."""
+        with self._neighbours.noted(kind.others, patience=patience):
             meters = {CALLER: LagMeter(self.node.loop), CORE: LagMeter(self.node.core_loop)}
             self._source.ask("start_lag")
             self.node.do(_again_and_again(call, seconds))
             lags = {where: meter.stop() for where, meter in meters.items()}
             lags[SOURCE] = self._source.ask("stop_lag")
-        return Measured(title, lags, others[0], judged)
+        kind.turns.append({where: lags[where] for where in kind.loops})
 
-    def _check(self, name: str) -> None:
-        self._memory.poison()
-        self.node.do(self._calls[name]())
-        wrong = wrong_bytes(self._memory, self._works[name].pulls, shape=self._shape, seed=SEED)
-        if wrong:
-            raise RuntimeError(f"{wrong} wrong bytes after {name}")
+    def close(self) -> None:
+        self._puller.close()
+        self.node.do(self.node.loop.shutdown_default_executor())
+        self.node.close()
 
 
-def beside_sockets(name: str, shape: Shape, seconds: float, *, patience: float) -> Measured:
-    """The lag of a loop while a thread of its program receives the same bytes from plain sockets."""
-    task = Task("tcp", shape, (name,), SEED, huge=False, quick=False)
-    work = task.works()[name]
-    puller = SocketPuller(socket.AF_INET)
-    with Child(source_side, task) as source:
-        puller.open(shape, [work], told=source.ask("open"))
-        puller.arena(work).poison()
-
-        async def watched() -> list[float]:
-            meter = LagMeter(asyncio.get_running_loop())
-            await _again_and_again(partial(asyncio.to_thread, puller.pull, work, 1), seconds)
-            return meter.stop()
-
-        others: list[float] = []
-        with Neighbours({os.getpid(), source.pid}).noted(others, patience=patience):
-            lags = asyncio.run(watched())
-        puller.close()
-    return Measured(f"plain sockets in a thread, {_about(work)}", {CALLER: lags}, others[0], judged=False)
-
-
-async def _again_and_again(call: Callable[[], Awaitable[object]], seconds: float) -> None:
+async def _again_and_again(call: Call, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         await call()
 
 
-def _about(work: Workload) -> str:
-    return f"{work.nbytes / 2**20:g} MiB ({work.title})"
+def measure(options: argparse.Namespace) -> list[Kind]:
+    shape, turns, seconds = (QUICK, 1, 0.2) if options.quick else (FULL, options.turns, 1.0)
+    with ExitStack() as stack:
+        kv = stack.enter_context(Child(prefill_side, shape, 1, SEED))
+        task = Task("tcp", shape, NAMES, SEED, huge=False, quick=False)
+        bench = Bench([kv, stack.enter_context(Child(source_side, task))], shape)
+        for _ in range(turns):
+            for kind, call in bench.kinds:
+                bench.turn(kind, call, seconds=seconds, patience=options.patience)
+        bench.close()
+    return [kind for kind, _ in bench.kinds]
 
 
-def measure(options: argparse.Namespace) -> list[Measured]:
-    shape, seconds = (QUICK, 0.2) if options.quick else (FULL, options.seconds)
-    with Child(prefill_side, shape, 1, SEED) as source:
-        bench = Bench(source, shape, patience=options.patience)
-        found = [bench.rest(seconds), *(bench.pull(name, seconds) for name in NAMES)]
-        bench.node.close()
-    return found + [beside_sockets(name, shape, seconds, patience=options.patience) for name in NAMES]
-
-
-def tell(found: list[Measured]) -> dict[str, tuple[float, float]]:
+def tell(kinds: Sequence[Kind]) -> dict[str, tuple[float, float]]:
     """Print the tables; returns what is to be judged."""
     bounds = {}
-    for measured in found:
+    for kind in kinds:
+        turns, quiet = quiet_ones(kind.turns, kind.others)
         rows = []
-        for where, samples in measured.lags.items():
+        for where in kind.loops:
+            samples = [lag for turn in turns for lag in turn[where]]
             p50, p99, most = (1e3 * percentile(samples, q) for q in (50, 99, 100))
-            rows.append([where, f"{p50:.2f}", f"{p99:.2f}", f"{most:.2f}", str(len(samples))])
-            if measured.judged and where != SOURCE:
-                bounds[f"p99 of {where}, {measured.title}"] = (p99, BOUND_MS)
-        title = f"Lag in ms: {measured.title}; others used {measured.others:.2f} cores"
-        print_table(title, ["", "p50", "p99", "max", "samples"], rows)
+            rows.append([where, f"{p50:.2f}", f"{p99:.2f}", f"{most:.2f}", str(len(samples)), quiet])
+            if kind.judged and where != SOURCE:
+                bounds[f"p99 of {where}, {kind.title}"] = (p99, BOUND_MS)
+        print_table(f"Lag in ms: {kind.title}", ["", "p50", "p99", "max", "samples", "quiet"], rows)
     return bounds
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     standard_arguments(parser)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement (10)")
+    parser.add_argument("--turns", type=int, default=12, help="of a second each, of every kind (12)")
     options = parsed(parser)
-    found = measure(options)
+    kinds = measure(options)
     print(", ".join(f"{what} {value}" for what, value in machine().items()))
-    bounds = tell(found)
-    content: list[dict[str, Any]] = [asdict(measured) for measured in found]
-    save(options.json, measured=content)
+    bounds = tell(kinds)
+    content: list[dict[str, Any]] = [asdict(kind) for kind in kinds]
+    save(options.json, kinds=content)
     return judge(bounds, unit="ms", quick=options.quick)
 
 

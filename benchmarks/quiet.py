@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-__all__ = ["Neighbours"]
+__all__ = ["Neighbours", "quiet_ones"]
+
+T = TypeVar("T")
 
 SHARE: Final = 0.1
 """Cores that others may use while a measurement counts as undisturbed."""
@@ -94,3 +96,10 @@ def _stolen() -> float:
     """CPU seconds that the host of a virtual machine took away, as far as it tells."""
     with Path("/proc/stat").open() as lines:
         return int(lines.readline().split()[8]) * _TICK
+
+
+def quiet_ones(measured: Sequence[T], others: Sequence[float]) -> tuple[list[T], str]:
+    """Those that others did not disturb, or all when these are less than a third; and a cell that says so."""
+    quiet = [one for one, share in zip(measured, others, strict=True) if share <= SHARE]
+    cell = f"{len(quiet)}/{len(measured)}"
+    return (quiet, cell) if 3 * len(quiet) >= len(measured) else (list(measured), f"{cell}, all used")

@@ -8,6 +8,7 @@ Both faces cross here: one awaits from any loop of any thread, the other blocks 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import math
 import os
@@ -26,6 +27,8 @@ __all__ = ["Call", "CoreLoop"]
 T = TypeVar("T")
 _FINISH: Final = 1.0
 """Seconds that tasks have to end when the loop does."""
+_SIGNALS: Final = 0.2
+"""Seconds after which a signal is noticed at the latest by a thread that blocks."""
 _WATCH: Final = 0.25
 """Seconds between two looks at the callers' loops."""
 
@@ -242,7 +245,7 @@ class Call(Generic[T]):
         """Whether it has ended without an error, also when its caller was cancelled too late to stop it."""
         return self._outcome is not None and self._outcome[1] is None
 
-    def wait(self, bound: float | None = None) -> T:
+    def wait(self, bound: float = math.inf) -> T:
         """Run it, and block until it has ended, at most `bound` seconds (then LLMTimeoutError).
 
         An exception raised meanwhile by a signal handler (KeyboardInterrupt) cancels the call and is raised once that
@@ -250,8 +253,8 @@ class Call(Generic[T]):
         """
         if self._core.on_core_thread():
             raise RuntimeError("the blocking API was called from the core's own thread, which it would wait for")
-        ended = threading.Event()
-        self._waiter = partial(_signal, ended)
+        ended = _Ended()
+        self._waiter = ended.set
         try:
             self._core.send(self)
             ended.wait(bound)
@@ -281,7 +284,7 @@ class Call(Generic[T]):
             raise
         return self._in_time(bound)
 
-    def _in_time(self, bound: float | None) -> T:
+    def _in_time(self, bound: float) -> T:
         if self._outcome is None:
             self.cancel()
             raise LLMTimeoutError(f"the core did not answer within {bound} s")
@@ -299,9 +302,28 @@ def finalized() -> LLMException:
     return LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
 
 
-def _signal(ended: threading.Event) -> bool:
-    ended.set()
-    return True
+class _Ended:
+    """Set once by the core's thread, and waited for by one that signals may interrupt.
+
+    Not a `threading.Event`: an exception that a signal handler raises inside its `wait` may come out as another one.
+    And a signal that comes in the wrong moment, or to another thread, ends no wait for a lock: this one looks up often.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> bool:
+        self._set = True
+        with contextlib.suppress(RuntimeError):  # released already
+            self._lock.release()
+        return True
+
+    def wait(self, timeout: float) -> None:
+        deadline = NEVER.sooner(timeout)
+        while not self._set and not deadline.expired:
+            self._lock.acquire(timeout=min(deadline.remaining, _SIGNALS))
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -196,7 +196,13 @@ class Registry:
 
     # -- making and releasing ---------------------------------------------------------------------------------------
 
-    def check_keys(self, desc: CacheDesc, keys: Sequence[CacheKey]) -> None:
+    def check_keys(
+        self,
+        desc: CacheDesc,
+        keys: Sequence[CacheKey],
+        *,
+        bound_status: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID,
+    ) -> None:
         """The rules of allocation: at most one key per batch entry, no key bound twice; padding keys bind nothing."""
         if len(keys) > desc.entries:
             raise _invalid(f"cache_keys: {len(keys)} keys for {desc.entries} batch entries")
@@ -205,7 +211,7 @@ class Registry:
             raise _invalid("cache_keys: the same key is given twice")
         for name in names:
             if name in self._keys:
-                raise _invalid(f"cache_keys: {describe(name)} is bound to another cache")
+                raise LLMException(f"cache_keys: {describe(name)} is bound already", status_code=bound_status)
 
     def add(
         self,

@@ -78,6 +78,21 @@ def test_a_signal_whose_handler_raises_nothing_disturbs_nobody(core: CoreLoop) -
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_signal_that_another_thread_was_given_interrupts_all_the_same(core: CoreLoop) -> None:
+    """As does one that comes just before the wait begins: Python runs handlers on the main thread, when that looks."""
+    step = Step(core)
+
+    def elsewhere() -> None:
+        step.began.wait(BOUND)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    helper = in_background(elsewhere)
+    with interrupting(), pytest.raises(Interrupt):
+        call(core, step.run).wait()
+    assert step.cancelled.is_set()
+    helper.join()
+
+
 def test_a_second_interrupt_raises_at_once(core: CoreLoop) -> None:
     step = Step(core)
     step.settle.clear()

@@ -107,8 +107,8 @@ def test_padding_keys_reserve_a_place_and_bind_nothing(registry: Registry) -> No
     [
         ([request_key(n) for n in range(4)], "4 keys for 3 batch entries"),
         ([request_key(7), request_key(7)], "given twice"),
-        ([request_key(1)], "req_id 1 of model 0 is bound to another cache"),
-        ([prefix_key(2)], "prefix_id 2 of model 0 is bound to another cache"),
+        ([request_key(1)], "req_id 1 of model 0 is bound already"),
+        ([prefix_key(2)], "prefix_id 2 of model 0 is bound already"),
     ],
 )
 def test_keys_that_cannot_be_bound(registry: Registry, keys: list[CacheKey], message: str) -> None:

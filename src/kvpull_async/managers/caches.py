@@ -83,7 +83,7 @@ async def allocate(
     registry = node.registry
     registry.drain_drops()
     check_layout(desc)
-    _check_keys(node, dialect, desc, keys)
+    registry.check_keys(desc, keys, bound_status=dialect.key_bound_status)
     size, placement = desc.size, desc.placement
     allocation = await _in_worker(
         node,
@@ -92,7 +92,7 @@ async def allocate(
         dialect,
     )
     try:
-        _check_keys(node, dialect, desc, keys)
+        registry.check_keys(desc, keys, bound_status=dialect.key_bound_status)
     except LLMException:
         registry.backend.free(allocation)
         raise
@@ -102,15 +102,6 @@ async def allocate(
         registry.bind_blocks(entry, blocks_key)
     node.log.debug("cache.allocated", cache_id=entry.cache_id, bytes=allocation.nbytes, keys=len(keys))
     return entry
-
-
-def _check_keys(node: Node, dialect: Dialect, desc: CacheDesc, keys: Sequence[CacheKey]) -> None:
-    try:
-        node.registry.check_keys(desc, keys)
-    except LLMException as error:
-        if "bound to another" in str(error):
-            raise LLMException(*error.args, status_code=dialect.key_bound_status) from error
-        raise
 
 
 async def _in_worker(

@@ -21,7 +21,7 @@ def test_both_managers_of_an_engine_see_each_others_caches_and_the_role_it_has_n
         blocked(side.engine, side.datadist.switch_role(LLMRole.PROMPT, None))
         assert node.role is LLMRole.PROMPT
         blocked(side.engine, older.allocate_cache(DESC, [CacheKey(1, 1)]))
-        with pytest.raises(LLMException, match="bound to another cache"):
+        with pytest.raises(LLMException, match="is bound already"):
             blocked(side.engine, newer.allocate_cache(DESC, [CacheKey(1, 1)]))
         blocked(side.engine, newer.remove_cache_key(CacheKey(1, 1)))
         blocked(side.engine, newer.allocate_cache(DESC, [CacheKey(1, 1)]))

@@ -328,6 +328,7 @@ async def test_bytes_of_a_pull_given_up_before_its_grant_do_not_reach_the_next_o
         sent = source.serve(b"s" * 16, of(b"nobody wants this"), 17)
         await sent.settled
         puller.give_up()
+        sent.abort()  # when the source hears of it
         await eventually(lambda: not dialled._usable())
         assert await pull(source, puller, b"after") == b"after"
 
