@@ -26,14 +26,15 @@ from kvpull_async.memory.host import HostMemory
 from kvpull_async.observe import Counters, Log
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
-from kvpull_async.protocol.session import Peer
-from kvpull_async.status import LLMStatusCode
+from kvpull_async.protocol.session import Peer, Session
+from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.base import Address, ControlChannel, DataPath, Listener, Transport
 from kvpull_async.transport.inproc import InprocTransport
 from kvpull_async.transport.tcp import TcpTransport
 from kvpull_async.values import Placement
-from tests.wire import identity
+from tests.wire import exchange, identity
 
+TOKEN = b"t" * 16
 PATIENCE = 20.0
 """Seconds that a test waits for what must come; reached only when it fails."""
 
@@ -139,6 +140,48 @@ class ScriptedChannel(ControlChannel):
         while (frame := decoder.next_frame()) is not None:
             messages.append(frame.message)
         return messages
+
+
+class LaneScene:
+    """A lane, the channel below it, and the peer's session on the other end."""
+
+    def __init__(self, *, dialer: bool = True, lane: int = 0, heartbeat: float = 60.0, silence: float = 120.0) -> None:
+        self.channel = ScriptedChannel()
+        session = Session(identity(1), dialer=dialer, asked=2, lane=lane)
+        self.lane = Lane(self.channel, session, log=Log(), heartbeat=heartbeat, silence=silence)
+        self.peer = Session(identity(2), dialer=not dialer, asked=1, lane=lane)
+        self.received: list[tuple[Message, bytes]] = []
+
+    async def greet(self) -> LaneScene:
+        """Through the greeting, by itself, and into the ready connection."""
+        session = self.lane.session
+        (session if session._dialer else self.peer).start()
+        exchange(session, self.peer)
+        acceptor = self.peer if session._dialer else session
+        acceptor.welcome(token=TOKEN, path="tcp")
+        exchange(session, self.peer)
+        while session.next_event() is not None or self.peer.next_event() is not None:
+            pass
+        self.lane.start(lambda message, tail: self.received.append((message, tail)))
+        await asyncio.sleep(0)
+        return self
+
+    def say(self, message: Message, tail: bytes = b"") -> None:
+        self.channel.feed(frames.encode(message, tail))
+
+    async def heard(self, kind: type[Message]) -> Message:
+        """The next message of that kind which the lane sent."""
+        seen: list[Message] = []
+
+        def arrived() -> bool:
+            seen.extend(self.channel.take())
+            return any(isinstance(message, kind) for message in seen)
+
+        await eventually(arrived, kind.__name__)
+        return next(message for message in seen if isinstance(message, kind))
+
+    async def lost(self) -> LLMException:
+        return await asyncio.wait_for(asyncio.shield(self.lane.lost), 20)
 
 
 class PlainMemory(HostMemory):

@@ -51,11 +51,11 @@ class Workers(Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError("the workers have been shut down")
+            if self._spare < 1 and len(self._threads) < self._limit:
+                self._start_thread()  # first: where it fails, nothing may be queued that runs after all
+                self._spare += 1
             self._queue.put((future, lambda: context.run(fn, *args, **kwargs)))
             self._spare -= 1
-            if self._spare < 0 and len(self._threads) < self._limit:
-                self._start_thread()
-                self._spare += 1
         return future
 
     def close(self, timeout: float) -> int:
@@ -72,8 +72,8 @@ class Workers(Executor):
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     def _run(self) -> None:
         if self._initializer is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import contextvars
 import os
 import secrets
@@ -183,7 +184,9 @@ class Engine:
         deadline = Deadline.after_ms(self.settings.close_timeout_ms)
         await self.stop_listening()
         await self.links.close(deadline)
+        settled = deadline.sooner(self.settings.settle_timeout_ms / 1000)
         for entry in self.registry.entries():
+            await entry.idle(settled)  # a peer of this process may still read a piece, which may be the caller's memory
             if entry.quarantined:
                 _leaked.append(entry)
                 self.counters.add("regions_leaked")
@@ -379,8 +382,9 @@ async def _until(done: Callable[[float], bool], timeout: float) -> bool:
 
 def _at_exit() -> None:
     """A program that forgot `finalize`: peers are told and threads end, within `close_timeout`."""
-    for engine in live_engines():
-        close_bounded(engine)
+    with contextlib.ExitStack() as stack:  # one that cannot be closed must not keep the others from it
+        for engine in live_engines():
+            stack.callback(close_bounded, engine)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -7,8 +7,6 @@ from kvpull_async.engine import (
     blocked,
     close_awaited,
     close_bounded,
-    end,
-    end_awaited,
     live_engines,
 )
 from kvpull_async.managers.manager import Manager, Operation, not_enabled
@@ -26,8 +24,6 @@ __all__ = [
     "checked",
     "close_awaited",
     "close_bounded",
-    "end",
-    "end_awaited",
     "live_engines",
     "not_enabled",
 ]

@@ -16,7 +16,6 @@ from kvpull_async.entry import (
     awaited,
     checked,
     close_awaited,
-    end_awaited,
     not_enabled,
 )
 from kvpull_async.face_managers import CacheManager, KvCacheManager
@@ -60,7 +59,7 @@ class LLMDataDist:
             await awaited(engine, opening)
         except BaseException:
             self._core.drop()
-            await end_awaited(engine)
+            await close_awaited(engine)  # it may have opened after all: cancelled too late
             raise
         LLMDataDist.llm_engine_instance = self
 

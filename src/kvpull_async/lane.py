@@ -181,6 +181,10 @@ class Lane:
         try:
             while self._dispatch():
                 await self._flush()
+                if self.session.more:
+                    await asyncio.sleep(0)
+                    self.session.receive(b"")
+                    continue
                 data = await self.channel.receive()
                 self._heard = loop.time()
                 if data:

@@ -285,14 +285,25 @@ class Links:
             try:
                 await link.say_goodbye(deadline)
             except (LLMException, OSError, asyncio.TimeoutError) as raised:
-                link.reopen()
-                known = connect_error(raised, _text(target))
-                timed_out = isinstance(known, LLMTimeoutError)
-                status = self._codes.timeout if timed_out else self._codes.unreachable_unlink
-                return self._failed(target, f"could not be told to unlink: {known}", status)
+                if self._stays(link):
+                    known = connect_error(raised, _text(target))
+                    timed_out = isinstance(known, LLMTimeoutError)
+                    status = self._codes.timeout if timed_out else self._codes.unreachable_unlink
+                    return self._failed(target, f"could not be told to unlink: {known}", status)
+            except BaseException:
+                if not self._stays(link):
+                    self._end(link, "this side has unlinked")
+                raise
         self.forget(link)
         await link.close(error, Deadline.after_ms(self._context.settings.settle_timeout_ms))
         return LLMStatusCode.LLM_SUCCESS
+
+    def _stays(self, link: Link) -> bool:
+        """After a goodbye that was cut short: the link is used on, unless it has ended in that very moment."""
+        if self._closed or link.state is LinkState.CLOSED:
+            return False
+        link.reopen()
+        return True
 
     def forget(self, link: Link) -> None:
         if self._dialled.get(link.cluster_id) is link:

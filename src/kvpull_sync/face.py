@@ -21,7 +21,6 @@ from kvpull_async.entry import (
     blocked,
     checked,
     close_bounded,
-    end,
     not_enabled,
 )
 from kvpull_sync.face_managers import CacheManager, KvCacheManager
@@ -53,7 +52,7 @@ class LLMDataDist:
             blocked(engine, opening)
         except BaseException:
             self._core.drop()
-            end(engine)
+            close_bounded(engine)  # it may have opened after all: interrupted too late
             raise
         LLMDataDist.llm_engine_instance = self
 

@@ -10,70 +10,23 @@ import msgspec
 import pytest
 
 from kvpull_async._deadline import Deadline
-from kvpull_async.lane import Lane
-from kvpull_async.observe import Log
 from kvpull_async.protocol import frames
-from kvpull_async.protocol.frames import Message
-from kvpull_async.protocol.session import Session, State
+from kvpull_async.protocol.session import FRAMES_AT_ONCE, State
 from kvpull_async.status import LLMException, LLMStatusCode
-from tests.loop_nodes import ScriptedChannel, event_log, eventually
-from tests.wire import PLAIN, SAMPLES, exchange, identity, sample
-
-TOKEN = b"t" * 16
+from tests.loop_nodes import TOKEN, LaneScene, ScriptedChannel, event_log, eventually
+from tests.wire import PLAIN, SAMPLES, sample
 
 
 def soon() -> Deadline:
     return Deadline.after_ms(20_000)
 
 
-class Scene:
-    """A lane, the channel below it, and the peer's session on the other end."""
-
-    def __init__(self, *, dialer: bool = True, lane: int = 0, heartbeat: float = 60.0, silence: float = 120.0) -> None:
-        self.channel = ScriptedChannel()
-        session = Session(identity(1), dialer=dialer, asked=2, lane=lane)
-        self.lane = Lane(self.channel, session, log=Log(), heartbeat=heartbeat, silence=silence)
-        self.peer = Session(identity(2), dialer=not dialer, asked=1, lane=lane)
-        self.received: list[tuple[Message, bytes]] = []
-
-    async def greet(self) -> Scene:
-        """Through the greeting, by itself, and into the ready connection."""
-        session = self.lane.session
-        (session if session._dialer else self.peer).start()
-        exchange(session, self.peer)
-        acceptor = self.peer if session._dialer else session
-        acceptor.welcome(token=TOKEN, path="tcp")
-        exchange(session, self.peer)
-        while session.next_event() is not None or self.peer.next_event() is not None:
-            pass
-        self.lane.start(lambda message, tail: self.received.append((message, tail)))
-        await asyncio.sleep(0)
-        return self
-
-    def say(self, message: Message, tail: bytes = b"") -> None:
-        self.channel.feed(frames.encode(message, tail))
-
-    async def heard(self, kind: type[Message]) -> Message:
-        """The next message of that kind which the lane sent."""
-        seen: list[Message] = []
-
-        def arrived() -> bool:
-            seen.extend(self.channel.take())
-            return any(isinstance(message, kind) for message in seen)
-
-        await eventually(arrived, kind.__name__)
-        return next(message for message in seen if isinstance(message, kind))
-
-    async def lost(self) -> LLMException:
-        return await asyncio.wait_for(asyncio.shield(self.lane.lost), 20)
-
-
 @pytest.fixture
 async def scene() -> AsyncIterator[Any]:
-    made: list[Scene] = []
+    made: list[LaneScene] = []
 
-    def make(**options: Any) -> Scene:
-        made.append(Scene(**options))
+    def make(**options: Any) -> LaneScene:
+        made.append(LaneScene(**options))
         return made[-1]
 
     yield make
@@ -253,6 +206,18 @@ async def test_a_peer_that_only_asks_and_never_reads_is_not_read_either(scene: A
     await eventually(lambda: len(one.received) == 9)
 
 
+async def test_p6_a_flood_of_small_frames_leaves_others_their_turns(scene: Any) -> None:
+    one = await scene(dialer=False).greet()
+    one.channel.feed(sample("Cancel") * 5000)
+    turns = 0
+    while len(one.received) < 5000:
+        before = len(one.received)
+        await asyncio.sleep(0)
+        assert len(one.received) - before <= FRAMES_AT_ONCE
+        turns += 1
+    assert turns >= 5000 / FRAMES_AT_ONCE
+
+
 async def test_the_asking_side_reads_on_while_its_own_bytes_wait(scene: Any) -> None:
     """Otherwise both sides could wait for each other to read."""
     one = await scene().greet()
@@ -315,7 +280,7 @@ async def test_a_silent_peer_is_given_up_and_a_talking_one_is_not(scene: Any) ->
 # --- the end ---
 
 
-async def waiting(one: Scene) -> list[asyncio.Future[Any]]:
+async def waiting(one: LaneScene) -> list[asyncio.Future[Any]]:
     """Two answers and a ping under way."""
     answers = [one.lane.ask(build, b"")[2] for _ in range(2)]
     pinging = asyncio.create_task(one.lane.ping(soon()))

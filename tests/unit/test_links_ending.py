@@ -99,6 +99,25 @@ async def test_a_polite_unlink_waits_for_the_running_pull_and_fails_those_that_w
         assert await unlinking == OK
 
 
+async def test_p4_an_unlink_that_is_cancelled_leaves_the_link_as_it_was() -> None:
+    one, two = LoopNode(1), LoopNode(2)
+    async with loop_nodes(one, two):
+        await one.link(two)
+        link = link_of(one, 2)
+        await link._fifo.acquire()
+        unlinking = asyncio.create_task(one.unlink(2))
+        await eventually(lambda: bool(link._fifo._idle))
+        unlinking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unlinking
+        link._fifo.release()
+        assert link_of(one, 2) is link
+        await asyncio.wait_for(link._fifo.acquire(), 20)
+        link._fifo.release()
+        assert link._closed_with is None
+        assert await one.unlink(2) == OK
+
+
 async def test_a_forced_unlink_does_not_wait_long_for_the_running_pull() -> None:
     one, two = LoopNode(1, settle_timeout_ms=20), LoopNode(2)
     async with loop_nodes(one, two):

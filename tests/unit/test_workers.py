@@ -55,6 +55,22 @@ def test_work_runs_on_a_daemon_thread_and_returns() -> None:
         assert thread.name.startswith("test-worker")
 
 
+def test_p1_work_that_was_refused_for_want_of_a_thread_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    gate, ran = Gate(), list[int]()
+    with workers(2) as executor:
+        executor.submit(gate)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                executor.submit(ran.append, 1)
+        gate.opened.set()
+        assert executor.submit(len, ran).result(BOUND) == 0
+    assert ran == []
+
+
 def test_an_error_reaches_the_future_and_the_thread_lives_on() -> None:
     with workers() as executor:
         with pytest.raises(ZeroDivisionError):

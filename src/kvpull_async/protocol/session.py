@@ -22,6 +22,8 @@ from kvpull_async.status import LLMStatusCode, status_of
 __all__ = ["Asked", "Event", "Failed", "Identity", "Peer", "Ready", "Received", "Session", "State"]
 
 IN_FLIGHT_LIMIT: Final = 64
+FRAMES_AT_ONCE: Final = 128
+"""Most frames handled in one step, so that a flood of small ones holds nobody else up."""
 TABLES_LIMIT: Final = 2 * frames.TAIL_LIMIT
 """Most bytes of tables that a peer's requests in flight may hold here."""
 READY_LIMIT: Final = frames.BODY_LIMIT + frames.TAIL_LIMIT
@@ -113,6 +115,8 @@ class Session:
     ) -> None:
         self.state = State.NEW
         self.late_answers = 0
+        self.more = False
+        """Whether frames may be left that came with the last bytes: call `receive` again, with none."""
         self._identity = identity
         self._dialer = dialer
         self._asked_id = asked
@@ -157,14 +161,20 @@ class Session:
         if self.state in (State.FAILED, State.CLOSED):
             return
         self._decoder.feed(data)
+        self.more = False
         try:
-            while self.state not in (State.FAILED, State.CLOSED):
-                frame = self._decoder.next_frame()
-                if frame is None:
+            for _ in range(FRAMES_AT_ONCE):
+                if not self._step():
                     return
-                self._handle(frame)
+            self.more = True
         except FrameError as error:
             self.fail(str(error), LLMStatusCode.LLM_LINK_FAILED)
+
+    def _step(self) -> bool:
+        frame = None if self.state in (State.FAILED, State.CLOSED) else self._decoder.next_frame()
+        if frame is not None:
+            self._handle(frame)
+        return frame is not None
 
     def receive_eof(self) -> None:
         if self.state not in (State.FAILED, State.CLOSED):

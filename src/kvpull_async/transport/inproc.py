@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import os
 import threading
 from collections import deque
 from collections.abc import Generator
@@ -97,8 +98,8 @@ class _InprocListener(Listener):
         with _lock:
             if _listeners.get(self.address) is self:
                 del _listeners[self.address]
-        for task in self._tasks:
-            task.cancel()
+        for task in self._tasks:  # not at once: a task cancelled before it began would not break its channel
+            self.loop.call_soon(task.cancel)
         await absorb(self._tasks, Deadline.after_ms(1000))
 
 
@@ -218,7 +219,11 @@ class InprocPath(DataPath):
         if offer is None or self._aborted:
             raise ConnectionAbortedError("the source has withdrawn the memory")
         offer.begin()
-        job = Job(self._workers, _checked(offer, landing))
+        try:
+            job = Job(self._workers, _checked(offer, landing))
+        except BaseException:
+            offer.end()
+            raise
         self._jobs.add(job)
         job.settled.add_done_callback(lambda _: self._ended(job, offer))
         return job
@@ -267,3 +272,14 @@ def _checked(offer: _Offer, landing: Batches) -> Generator[int, None, None]:
 def _wake(future: asyncio.Future[None] | None) -> None:
     if future is not None and not future.done():
         future.set_result(None)
+
+
+def _forget_parent() -> None:
+    """In a forked child: the parent's engines are out of reach, and a thread of the parent may have held the lock."""
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()
+    _listeners.clear()
+    _offers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

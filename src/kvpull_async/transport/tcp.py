@@ -237,7 +237,11 @@ class TcpPath(DataPath):
             sock.close()
             return
         self._drop()
-        self._payload = Payload(sock, self._loop)
+        try:
+            self._payload = Payload(sock, self._loop)
+        except BaseException:  # no thread to be had
+            sock.close()
+            raise
 
     def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> TcpTransfer:
         return TcpTransfer(self._connected(), receive_into(landing, grant_id, nbytes))

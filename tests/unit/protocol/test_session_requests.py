@@ -9,7 +9,7 @@ import pytest
 
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import FrameError, Message
-from kvpull_async.protocol.session import IN_FLIGHT_LIMIT, Failed, Received, Session
+from kvpull_async.protocol.session import FRAMES_AT_ONCE, IN_FLIGHT_LIMIT, Failed, Received, Session
 from kvpull_async.status import LLMStatusCode
 from tests.wire import SAMPLES, deliver, drained, exchange, greeted
 
@@ -90,6 +90,17 @@ def test_the_tables_of_requests_in_flight_are_bounded_together() -> None:
     assert len(deliver(serving, request(3), table)) == 1
     (failed,) = deliver(serving, request(4), bytes(8))
     assert failed == Failed(f"more than {2 * frames.TAIL_LIMIT} bytes of tables in flight", LINK_FAILED)
+
+
+def test_p6_a_flood_of_small_frames_is_handled_in_bounded_steps() -> None:
+    _, serving = greeted()
+    flood = frames.encode(frames.Cancel(1)) * (2 * FRAMES_AT_ONCE + 1)
+    serving.receive(flood)
+    assert (len(drained(serving)), serving.more) == (FRAMES_AT_ONCE, True)
+    serving.receive(b"")
+    assert (len(drained(serving)), serving.more) == (FRAMES_AT_ONCE, True)
+    serving.receive(b"")
+    assert (len(drained(serving)), serving.more, serving.buffered) == (1, False, 0)
 
 
 def test_a_message_too_large_is_not_sent_and_spoils_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import socket
 import threading
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import kvpull_async
 import kvpull_sync
+from kvpull_async.entry import blocked
 from kvpull_sync import CacheDesc, CacheKey, DataType, LLMDataDist, LLMException, LLMRole, LLMStatusCode
 from tests import original_api
 from tests.duo import OK, cluster, engine_of, options
@@ -131,6 +133,23 @@ def test_a_failed_init_leaves_nothing_and_can_be_repeated() -> None:
             second.init(taken)
     second.init(taken)
     second.finalize()
+
+
+def test_an_init_interrupted_too_late_leaves_nothing_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*arguments: Any) -> None:
+        blocked(*arguments)
+        raise KeyboardInterrupt
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    made = LLMDataDist(LLMRole.PROMPT, 7)
+    listening = options(listen_ip_info=f"127.0.0.1:{port}")
+    with monkeypatch.context() as patched:
+        patched.setattr("kvpull_sync.face.blocked", late)
+        with pytest.raises(KeyboardInterrupt):
+            made.init(listening)
+    made.init(listening)
+    made.finalize()
 
 
 def test_the_instance_initialised_last_is_remembered_until_it_ends() -> None:

@@ -51,6 +51,47 @@ async def listening(
 # --- finding each other ---
 
 
+async def test_a_forked_process_finds_none_of_its_parents_engines(transport: InprocTransport) -> None:
+    """It must reach them as any other process does; and a thread of the parent may have held the lock."""
+    listener = await transport.listen((HOST, 0), _unwanted)
+    inproc._lock.acquire()
+    inproc._forget_parent()
+    assert not transport.reaches(listener.address)
+    await listener.aclose()
+
+
+async def test_a_peer_accepted_just_before_the_listener_closes_is_told(transport: InprocTransport) -> None:
+    async def take(channel: ControlChannel) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            channel.abort()
+
+    listener = await transport.listen((HOST, 0), take)
+    channel = await transport.dial(listener.address)
+    asyncio.get_running_loop().call_soon(asyncio.ensure_future, listener.aclose())  # right behind the accept
+    assert await asyncio.wait_for(channel.receive(), 20) == b""
+
+
+async def _unwanted(channel: ControlChannel) -> None:
+    raise AssertionError("nobody dials here")
+
+
+async def test_p7_a_fetch_that_cannot_begin_leaves_the_source_free() -> None:
+    workers = Workers(1)
+    workers.close(0)
+    source, puller = (inproc.InprocPath(PathSeed(b"t" * 16, 0, dialer, None, workers)) for dialer in (False, True))
+    offer = source.serve(GRANT, _nothing(), 0)
+    with pytest.raises(RuntimeError, match="shut down"):
+        puller.fetch(GRANT, _nothing(), 0)
+    source.release(GRANT)
+    await asyncio.wait_for(offer.settled, 20)
+
+
+def _nothing() -> Batches:
+    yield from ()
+
+
 async def test_a_free_port_is_given_and_found(transport: InprocTransport) -> None:
     async with listening(transport) as (one, _), listening(transport) as (two, channels):
         assert one.address != two.address
