@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import async_timeout
 
 __all__ = ["NEVER", "Deadline", "absorb"]
@@ -66,9 +67,12 @@ async def absorb(waiting: Iterable[asyncio.Future[Any]], deadline: Deadline) -> 
     memory back while something may still write to it.
     """
     pending = {future for future in waiting if not future.done()}
-    while pending and not deadline.expired:
-        try:
-            _, pending = await asyncio.wait(pending, timeout=deadline.remaining)
-        except asyncio.CancelledError:
-            pending = {future for future in pending if not future.done()}
+    if not pending:
+        return True
+    with anyio.CancelScope(shield=True):  # a cancelled anyio scope around it would cancel anew on every turn of the loop
+        while pending and not deadline.expired:
+            try:
+                _, pending = await asyncio.wait(pending, timeout=deadline.remaining)
+            except asyncio.CancelledError:
+                pending = {future for future in pending if not future.done()}
     return not pending

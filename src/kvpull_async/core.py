@@ -166,14 +166,17 @@ class Call(Generic[T]):
     ) -> None:
         self.context = context
         self.orphaned: Callable[[], None] | None = None
+        self.undo: Callable[[T], None] | None = None
+        """Called on the core with a result that nobody takes, because its caller has gone meanwhile."""
         self._core = core
         self._make = make
         self._patience = patience
         self._task: asyncio.Task[T] | None = None
         self._caller: asyncio.AbstractEventLoop | None = None
         self._waiter: Callable[[], bool] = bool
-        self._lock = threading.Lock()  # protects _outcome: a core that ends is noticed by two threads
+        self._lock = threading.Lock()  # protects _outcome and _untaken, which two threads set
         self._outcome: Outcome | None = None
+        self._untaken = False
 
     # -- on the core's thread ---------------------------------------------------------------------------------------
 
@@ -199,6 +202,8 @@ class Call(Generic[T]):
         else:
             self._set((task.result(), None))
         self._task = None
+        if self._untaken:
+            self._take_back()
         if self._outcome is None or self._outcome[0] is None:
             self._wake()
         else:  # when nothing here refers to the result any more: a cache that its caller drops is gone at once
@@ -223,6 +228,12 @@ class Call(Generic[T]):
         orphaned, self.orphaned = self.orphaned, None
         if orphaned is not None:
             orphaned()
+        self._leave()
+
+    def _take_back(self) -> None:
+        outcome, self._outcome = self._outcome, (None, self._outcome[1] if self._outcome is not None else None)
+        if self.undo is not None and outcome is not None and outcome[1] is None and outcome[0] is not None:
+            self.undo(outcome[0])
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -235,6 +246,14 @@ class Call(Generic[T]):
     def cancel(self) -> None:
         """Ask the core's task to stop, from any thread. Never waits."""
         report_to(self._core.loop, self._cancel)
+
+    def _leave(self) -> None:
+        """The caller goes without the result, which may be there already or still come."""
+        with self._lock:
+            self._untaken = True
+            there = self._outcome is not None
+        if there:
+            report_to(self._core.loop, self._take_back)
 
     @property
     def ended(self) -> bool:
@@ -261,6 +280,7 @@ class Call(Generic[T]):
         except BaseException:
             self.cancel()
             ended.wait(self._patience)
+            self._leave()
             raise
         return self._in_time(bound)
 
@@ -278,15 +298,18 @@ class Call(Generic[T]):
         except asyncio.CancelledError:
             self.cancel()
             await absorb([ended], NEVER.sooner(self._patience))
+            self._leave()
             raise
         except GeneratorExit:  # the caller's loop is going away and cannot wait
             self.cancel()
+            self._leave()
             raise
         return self._in_time(bound)
 
     def _in_time(self, bound: float) -> T:
         if self._outcome is None:
             self.cancel()
+            self._leave()
             raise LLMTimeoutError(f"the core did not answer within {bound} s")
         value, error = self._outcome
         self._outcome = (None, error)

@@ -230,7 +230,9 @@ class Engine:
     def call(self, operation: Operation[T]) -> Call[T]:
         context = contextvars.Context() if operation.lasting else None
         patience = self.settings.settle_timeout_ms / 1000 + _PATIENCE
-        return self.core.call(operation.start, patience=patience, context=context)
+        call = self.core.call(operation.start, patience=patience, context=context)
+        call.undo = operation.undo
+        return call
 
     def ask_to_stop(self) -> None:
         """Begin to end the threads; `ended` says whether they have."""

@@ -264,6 +264,12 @@ class Registry:
             del self._blocks[entry.blocks_model]
         entry.when_unused(self._forget)
 
+    def discard(self, entry: Entry) -> None:
+        """As if it had never been made: its keys go, too."""
+        for binding in list(entry.bindings.values()):
+            self._unbind(binding)
+        self.release(entry)
+
     def remove_key(self, key: CacheKey) -> None:
         """Unknown keys and keys of registered caches are left alone."""
         binding = self._keys.get(key_id(key))

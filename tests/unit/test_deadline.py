@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 
+import anyio
 import pytest
 
 from kvpull_async._deadline import NEVER, Deadline, absorb
@@ -128,3 +129,27 @@ async def test_a_cancellation_in_the_turn_in_which_the_future_ends_is_absorbed_t
     future.set_result(None)
     task.cancel()
     assert await task
+
+
+async def test_absorbing_under_a_cancelled_anyio_scope_waits_instead_of_spinning() -> None:
+    """anyio cancels again on every turn of the loop; each would wake the wait for nothing."""
+    turns = 0
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0.001)
+
+    counting = asyncio.ensure_future(count())
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        before = time.process_time()
+        assert not await absorb([never], Deadline.after_ms(500))
+        spent = time.process_time() - before
+    counting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await counting
+    assert turns > 10
+    assert spent < 0.4

@@ -304,6 +304,7 @@ def test_a_caller_whose_loop_is_closed_under_its_pull_leaves_an_event_and_a_usab
             gone.close()
             asyncio.run(eventually(lambda: pair.decoder.counters.get("pulls_cancelled") == 1))
         assert not pull.done()
+        asyncio.run(eventually(lambda: bool(log.named("pull.orphaned"))))
         (event,) = log.named("pull.orphaned")
         assert event["pull_id"] == log.named("pull.started")[0]["pull_id"]
         assert not cache.quarantined
@@ -320,6 +321,7 @@ def test_a_caller_whose_loop_is_closed_under_its_pull_leaves_an_event_and_a_usab
 async def test_dropping_a_cache_warns_and_deallocating_it_first_does_not() -> None:
     async with node(LLMRole.DECODER, DECODER) as made:
         manager = made.kv_cache_manager
+        gc.collect()  # what other tests dropped warns before this one listens
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             cache: Any = await manager.allocate_cache(SMALL)

@@ -30,7 +30,8 @@ Handle = Cache | KvCache
 @dataclass(frozen=True)
 class Operation(Generic[T]):
     """The public call `name`: `start` makes the coroutine that runs on the core. A pull has a report, and the handle
-    it fills. A `lasting` one begins tasks that outlive it, which must not keep its caller's context.
+    it fills. A `lasting` one begins tasks that outlive it, which must not keep its caller's context. `undo` takes back
+    what was made for a caller who was cancelled too late to stop it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Operation(Generic[T]):
     report: PullReport | None = None
     cache: Handle | None = None
     lasting: bool = False
+    undo: Callable[[T], None] | None = None
 
 
 class Manager:
@@ -113,7 +115,13 @@ class Manager:
         async def run() -> Any:
             return self._wrap(await make())
 
-        return Operation(name, run)
+        return Operation(name, run, undo=self._unmake)
+
+    def _unmake(self, handle: Handle) -> None:
+        entry = self._node.registry.find(handle.cache_id)
+        if entry is not None and handle._binding is entry:
+            self._node.registry.discard(entry)
+        handle._release()
 
     def deallocate(self, cache: object, *, blocks: bool | None) -> Operation[None]:
         """Unknown ids are harmless. `blocks` is the kind the caller's method is for; None accepts both."""
