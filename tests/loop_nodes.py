@@ -287,6 +287,12 @@ class LoopNode:
         if listener is not None:
             await listener.aclose()
 
+    async def die(self) -> None:
+        """End as a killed process does: without a word to the peers."""
+        for link in self.links.all():
+            link.wave = lambda: None  # type: ignore[method-assign]
+        await self.close()
+
     async def close(self) -> None:
         await self.stop_listening()
         await self.links.close(Deadline.after_ms(5000))

@@ -69,7 +69,9 @@ async def absorb(waiting: Iterable[asyncio.Future[Any]], deadline: Deadline) -> 
     pending = {future for future in waiting if not future.done()}
     if not pending:
         return True
-    with anyio.CancelScope(shield=True):  # a cancelled anyio scope around it would cancel anew on every turn of the loop
+    with anyio.CancelScope(
+        shield=True
+    ):  # a cancelled anyio scope around it would cancel anew on every turn of the loop
         while pending and not deadline.expired:
             try:
                 _, pending = await asyncio.wait(pending, timeout=deadline.remaining)

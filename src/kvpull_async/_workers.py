@@ -52,8 +52,7 @@ class Workers(Executor):
             if self._closed:
                 raise RuntimeError("the workers have been shut down")
             if self._spare < 1 and len(self._threads) < self._limit:
-                self._start_thread()  # first: where it fails, nothing may be queued that runs after all
-                self._spare += 1
+                self._grow()
             self._queue.put((future, lambda: context.run(fn, *args, **kwargs)))
             self._spare -= 1
         return future
@@ -69,6 +68,16 @@ class Workers(Executor):
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
         return sum(thread.is_alive() for thread in threads)
+
+    def _grow(self) -> None:
+        """One thread more, before work is queued for it: where there is none at all, nothing may run after all."""
+        try:
+            self._start_thread()
+        except RuntimeError:
+            if not self._threads:
+                raise
+        else:
+            self._spare += 1
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -21,7 +22,7 @@ from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import Cache, KvCache, LLMClusterInfo, LLMRole, int_to_ip
 from kvpull_async.values._check import instance, int32, require, uint64
 
-__all__ = ["DataDist", "LinkResult", "checked"]
+__all__ = ["DataDist", "LinkResult"]
 
 H = TypeVar("H", Cache, KvCache)
 LinkResult = tuple[LLMStatusCode, list[LLMStatusCode]]
@@ -56,7 +57,7 @@ class DataDist:
                 return None
             given: Mapping[str, str] = instance("options", options, dict)
             settings = Settings.from_options(self.role, self.cluster_id, given, environ=os.environ)
-            self._engine = engine = Engine(settings, dropped=self._dropped)
+            self._engine = engine = _engine(settings, self._dropped)
         return Operation("init", engine.open, lasting=True)
 
     def drop(self) -> Engine | None:
@@ -93,37 +94,33 @@ class DataDist:
 
     # -- links ------------------------------------------------------------------------------------------------------
 
-    def link_clusters(self, clusters: object, timeout: object) -> Operation[LinkResult]:
+    def link_clusters(self, clusters: object, timeout: object, *, raises: bool) -> Operation[LinkResult]:
         engine = self.engine
         milliseconds = _timeout(timeout)
         targets = _targets(clusters)
-        if not targets or (not self.newer and engine.node.role is not LLMRole.DECODER):
-            return _answer(LLMStatusCode.LLM_PARAM_INVALID)
+        outcome = _Outcome("link_clusters", engine, targets, self.newer, raises)
+        if not targets:
+            return outcome.refused(LLMStatusCode.LLM_PARAM_INVALID, "clusters is empty")
+        if not self.newer and engine.node.role is not LLMRole.DECODER:
+            reason = f"in the older mode role DECODER links, this node is {engine.node.role.name}"
+            return outcome.refused(LLMStatusCode.LLM_PARAM_INVALID, reason)
         if not self.newer and len(targets) > _OLDER_LIMIT:
-            return _answer(LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT)
-        return self._codes("link_clusters", lambda: engine.link(targets, milliseconds), failed=None)
+            reason = f"{len(targets)} clusters in one call, at most {_OLDER_LIMIT} are allowed"
+            return outcome.refused(LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT, reason)
+        return outcome.of(partial(engine.link, targets, milliseconds), failed=None)
 
-    def unlink_clusters(self, clusters: object, timeout: object, force: object) -> Operation[LinkResult]:
+    def unlink_clusters(
+        self, clusters: object, timeout: object, force: object, *, raises: bool
+    ) -> Operation[LinkResult]:
         engine = self.engine
         milliseconds = _timeout(timeout)
         targets = _targets(clusters)
         forced = instance("force", force, bool)
+        outcome = _Outcome("unlink_clusters", engine, targets, self.newer, raises)
         if not targets:
-            return _answer(LLMStatusCode.LLM_PARAM_INVALID)
+            return outcome.refused(LLMStatusCode.LLM_PARAM_INVALID, "clusters is empty")
         failed = None if self.newer else LLMStatusCode.LLM_UNLINK_FAILED
-        run = partial(engine.unlink, targets, milliseconds, force=forced)
-        return self._codes("unlink_clusters", run, failed=failed)
-
-    def _codes(
-        self, name: str, run: Callable[[], Coroutine[Any, Any, list[LLMStatusCode]]], *, failed: LLMStatusCode | None
-    ) -> Operation[LinkResult]:
-        newer = self.newer
-
-        async def with_overall() -> LinkResult:
-            codes = await run()
-            return _overall(codes, newer=newer, failed=failed), codes
-
-        return Operation(name, with_overall, lasting=True)
+        return outcome.of(partial(engine.unlink, targets, milliseconds, force=forced), failed=failed)
 
     def check_link_status(self, remote_cluster_id: object) -> Operation[None]:
         engine = self.engine
@@ -160,16 +157,56 @@ class DataDist:
         require(self.newer, f"{name} is for cache manager mode (llm.EnableCacheManager)")
 
 
+def _engine(settings: Settings, dropped: Callable[[int], None] | None) -> Engine:
+    try:
+        return Engine(settings, dropped=dropped)
+    except (OSError, RuntimeError) as error:  # no descriptor, or no thread
+        if isinstance(error, LLMException):
+            raise
+        raise LLMException(f"the engine cannot start: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
+
+
 def _bound(handle: H, entry: Entry) -> H:
     handle._binding = entry
     return handle
 
 
-def _answer(status: LLMStatusCode) -> Operation[LinkResult]:
-    async def run() -> LinkResult:
-        return status, []
+@dataclass(frozen=True)
+class _Outcome:
+    """How a call about links ends: with codes, or with `raises` in an exception that says why."""
 
-    return Operation("link_clusters", run)
+    name: str
+    engine: Engine
+    targets: list[Target]
+    newer: bool
+    raises: bool
+
+    def refused(self, status: LLMStatusCode, reason: str) -> Operation[LinkResult]:
+        async def run() -> LinkResult:
+            if self.raises:
+                raise LLMException(f"{self.name}: {reason}", status_code=status)
+            return status, []
+
+        return Operation(self.name, run)
+
+    def of(
+        self, run: Callable[[], Coroutine[Any, Any, list[LLMStatusCode]]], *, failed: LLMStatusCode | None
+    ) -> Operation[LinkResult]:
+        async def with_overall() -> LinkResult:
+            codes = await run()
+            overall = _overall(codes, newer=self.newer, failed=failed)
+            if self.raises and overall is not LLMStatusCode.LLM_SUCCESS:
+                raise self._error(overall, codes)
+            return overall, codes
+
+        return Operation(self.name, with_overall, lasting=True)
+
+    def _error(self, overall: LLMStatusCode, codes: list[LLMStatusCode]) -> LLMException:
+        bad = [(t, c) for t, c in zip(self.targets, codes, strict=True) if c is not LLMStatusCode.LLM_SUCCESS]
+        reasons = self.engine.links.reasons
+        told = "; ".join(f"cluster {t.cluster_id}: {c.name}, {reasons.get(t.cluster_id, '')}" for t, c in bad)
+        peer = bad[0][0].cluster_id if len(bad) == 1 else None
+        return LLMException(f"{self.name}: {told}", status_code=overall, peer=peer, operation=self.name)
 
 
 def _timeout(timeout: object) -> int:
@@ -198,11 +235,3 @@ def _overall(codes: list[LLMStatusCode], *, newer: bool, failed: LLMStatusCode |
     if not failures:
         return LLMStatusCode.LLM_SUCCESS
     return failures[-1] if failed is None else failed
-
-
-def checked(result: LinkResult, operation: str, raise_on_error: bool) -> LinkResult:
-    """The result, or with `raise_on_error` an LLMException when it is not a success."""
-    if raise_on_error and result[0] != LLMStatusCode.LLM_SUCCESS:
-        names = ", ".join(code.name for code in result[1])
-        raise LLMException(f"{operation}: {names or result[0].name}", status_code=result[0], operation=operation)
-    return result

@@ -93,9 +93,9 @@ class Engine:
     def __init__(self, settings: Settings, *, dropped: Callable[[int], None] | None) -> None:
         self.settings = settings
         self.counters = observe.Counters()
+        self.core = CoreLoop(name=f"kvpull-core-{settings.cluster_id}", on_bug=self._bug)
         self.events = observe.EventQueue()
         self.log = observe.Log(self.events, local_cluster_id=settings.cluster_id)
-        self.core = CoreLoop(name=f"kvpull-core-{settings.cluster_id}", on_bug=self._bug)
         self.workers = Workers(_WORKERS)
         self.memory = HostMemory(
             {Placement.DEVICE: settings.device_pool_bytes, Placement.HOST: settings.host_pool_bytes}
@@ -106,7 +106,11 @@ class Engine:
         self.links = Links(self._context(), CODES[settings.cache_manager_mode])
         self.node = Node(settings.role, settings, self.registry, self.workers, self.counters, self.log, self.links.find)
         self._listeners: list[Listener] = []
-        self.core.start()
+        try:
+            self.core.start()
+        except RuntimeError:
+            self.events.close(1.0)
+            raise
         _live.add(self)
 
     def _context(self) -> LinkContext:
@@ -186,8 +190,9 @@ class Engine:
         await self.links.close(deadline)
         settled = deadline.sooner(self.settings.settle_timeout_ms / 1000)
         for entry in self.registry.entries():
-            await entry.idle(settled)  # a peer of this process may still read a piece, which may be the caller's memory
-            if entry.quarantined:
+            if not await entry.idle(
+                settled
+            ):  # a peer of this process may read it, or a transfer may write to it, still
                 _leaked.append(entry)
                 self.counters.add("regions_leaked")
                 self.log.error("region.leaked", cache_id=entry.cache_id, reason="a transfer could not be stopped")

@@ -1,6 +1,6 @@
 """What a face needs of the core, in one place: `kvpull_sync` imports this and the public names, nothing else."""
 
-from kvpull_async.datadist import DataDist, LinkResult, checked
+from kvpull_async.datadist import DataDist, LinkResult
 from kvpull_async.engine import (
     Engine,
     awaited,
@@ -21,7 +21,6 @@ __all__ = [
     "Operation",
     "awaited",
     "blocked",
-    "checked",
     "close_awaited",
     "close_bounded",
     "live_engines",

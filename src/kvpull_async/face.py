@@ -14,7 +14,6 @@ from kvpull_async.entry import (
     DataDist,
     LinkResult,
     awaited,
-    checked,
     close_awaited,
     not_enabled,
 )
@@ -119,8 +118,8 @@ class LLMDataDist:
         A failure is a code, never an exception, unless `raise_on_error` (our own). Wrong arguments raise. The link
         serves both sides, and comes back by itself when its connection is lost.
         """
-        result = await awaited(self._core.engine, self._core.link_clusters(clusters, timeout))
-        return checked(result, "link_clusters", raise_on_error)
+        operation = self._core.link_clusters(clusters, timeout, raises=raise_on_error)
+        return await awaited(self._core.engine, operation)
 
     async def unlink_clusters(
         self, clusters: list[LLMClusterInfo], timeout: int = 3000, force: bool = False, *, raise_on_error: bool = False
@@ -128,8 +127,8 @@ class LLMDataDist:
         """Unlink; returns as `link_clusters`. With `force` this side is torn down without waiting for the peer, which
         is only told; a dead or unknown one is no failure.
         """
-        result = await awaited(self._core.engine, self._core.unlink_clusters(clusters, timeout, force))
-        return checked(result, "unlink_clusters", raise_on_error)
+        operation = self._core.unlink_clusters(clusters, timeout, force, raises=raise_on_error)
+        return await awaited(self._core.engine, operation)
 
     async def check_link_status(self, remote_cluster_id: int) -> None:
         """One round trip within `sync_kv_timeout`. LLM_NOT_YET_LINK, LLM_LINK_FAILED, or LLM_WAIT_PROCESS_TIMEOUT."""

@@ -42,6 +42,7 @@ class Lane:
         self._reader: asyncio.Task[None] | None = None
         self._beat: asyncio.TimerHandle | None = None
         self._heard = 0.0
+        self._due = 0.0
 
     # -- the greeting -----------------------------------------------------------------------------------------------
 
@@ -112,6 +113,7 @@ class Lane:
         loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._heard = loop.time()
+        self._due = self._heard + self._heartbeat
         self._reader = loop.create_task(self._read(), name="kvpull-lane")
         self._beat = loop.call_later(self._heartbeat, self._tick)
 
@@ -242,11 +244,16 @@ class Lane:
         status = status_of(message.status)
         if status is LLMStatusCode.LLM_SUCCESS:  # a refusal is never a success
             status = LLMStatusCode.LLM_FAILED
-        return LLMException(message.reason, status_code=status, peer=self.channel.peer, retry_safe=True)
+        again = status is not LLMStatusCode.LLM_PARAM_INVALID  # the same request would be refused again
+        return LLMException(message.reason, status_code=status, peer=self.channel.peer, retry_safe=again)
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
-        silent = loop.time() - self._heard
+        now, due = loop.time(), self._due
+        self._due = now + self._heartbeat
+        if now - due > self._heartbeat:  # this side itself was held up: what came meanwhile has not been read yet
+            self._heard += now - due
+        silent = now - self._heard
         if silent > self._silence:
             self.abort(f"the peer was silent for {silent:.1f} s")
             return

@@ -32,12 +32,11 @@ __all__ = ["Link"]
 
 _BACKOFF: Final = (0.02, 2.0)
 """Seconds before the second and, at most, before any later attempt to reconnect."""
-
 _RETURNS: Final = 5.0
 """Seconds after a loss within which the side that dialled is the one to bring the link back."""
-
 _INCOMING_KEPT: Final = 30.0
 """Seconds that a link which the peer dialled waits for that peer to come back."""
+_UNHEARD: Final = 4096  # more DONEs than this the source does not remember either
 
 
 class Link:
@@ -86,8 +85,7 @@ class Link:
         return f": {self._trouble}" if self._trouble is not None else ""
 
     @property
-    def path(self) -> DataPath:
-        """The path on which bytes come to this side."""
+    def path(self) -> DataPath:  # on which bytes come to this side
         return self._paths[self._own_lane]
 
     @property
@@ -132,6 +130,8 @@ class Link:
     def tell_done(self, done: frames.Done) -> None:
         """Tell the source that a grant has landed, until it acknowledges or turns out to be another incarnation."""
         self._unacknowledged[done.grant_id] = done
+        if len(self._unacknowledged) > _UNHEARD:
+            self._unacknowledged.popitem(last=False)
         if self.state is LinkState.READY:
             self._lanes[self._own_lane].post(done)
 

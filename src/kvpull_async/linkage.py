@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -91,6 +92,9 @@ def broken(error: OSError, lane: Lane | None, peer: str) -> LLMException:
     """Why a transfer from the peer broke: with its connection, if that is lost."""
     if lane is not None and lane.lost.done():
         return fresh(lane.lost.result())
+    if error.errno == errno.EFAULT:
+        reason = f"the destination's memory cannot be written, is the address it was registered with right? ({error})"
+        return LLMException(reason, status_code=LLMStatusCode.LLM_PARAM_INVALID)
     reason = f"the transfer from {peer} broke: {error}"
     return LLMException(reason, status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)
 

@@ -70,6 +70,8 @@ class Links:
         self._arrivals: set[asyncio.Future[None]] = set()
         self._closings: set[asyncio.Task[None]] = set()
         self._closed = False
+        self.reasons: dict[int, str] = {}
+        """Why the last attempt to link or unlink a cluster failed."""
 
     async def prepare(self) -> None:
         """Have anyio import its backend now, while nothing else waits for the core's loop."""
@@ -109,8 +111,10 @@ class Links:
         if cluster_id in self._dialling:
             return self._failed(target, "is being linked already", self._codes.repeated)
         held = self.find(cluster_id)
-        if held is not None and (held.address is not None or held.state is LinkState.READY):
-            return self._failed(target, f"is linked already ({held!r})", LLMStatusCode.LLM_ALREADY_LINK)
+        if held is not None and held.address not in (None, target.address) and held.state is not LinkState.READY:
+            self._end(held, f"the cluster is to be found at {_text(target)} now")
+        elif held is not None and (held.address is not None or held.state is LinkState.READY):
+            return await self._again(target, held, deadline)
         if len(self.all()) >= self._context.settings.max_links:
             limit = f"would exceed {self._context.settings.max_links} links"
             return self._failed(target, limit, LLMStatusCode.LLM_LINK_FAILED)
@@ -119,6 +123,16 @@ class Links:
             return await self._dial(target, deadline)
         finally:
             self._dialling.discard(cluster_id)
+
+    async def _again(self, target: Target, held: Link, deadline: Deadline) -> LLMStatusCode:
+        """A cluster that is linked. When its connection is lost, "already" is an answer only once it is back."""
+        try:
+            async with deadline.scope():
+                await held.ready(deadline)
+        except (LLMException, OSError, asyncio.TimeoutError) as raised:
+            error = connect_error(raised, _text(target))
+            return self._failed(target, f"is linked, and its connection is lost: {error}", self._code_of(error))
+        return self._failed(target, f"is linked already, to {held.peer_name}", LLMStatusCode.LLM_ALREADY_LINK)
 
     async def _dial(self, target: Target, deadline: Deadline) -> LLMStatusCode:
         link = Link(self._context, target.cluster_id, target.address)
@@ -170,6 +184,7 @@ class Links:
         return self._codes.timeout if isinstance(error, LLMTimeoutError) else LLMStatusCode(error.status_code)
 
     def _failed(self, target: Target, reason: str, status: LLMStatusCode) -> LLMStatusCode:
+        self.reasons[target.cluster_id] = reason
         self._context.counters.add("links_failed")
         self._context.log.warning(
             "link.failed", cluster_id=target.cluster_id, peer=_text(target), status=status.name, reason=reason
@@ -343,6 +358,8 @@ class Links:
 
     async def _close(self, link: Link, deadline: Deadline) -> None:
         await link.flush(deadline.sooner(0.5))
+        if link.address is not None:  # one that dials again by itself is left to find this node when it is back
+            link.wave()
         await link.close(_finalized(), deadline)
 
     def __repr__(self) -> str:

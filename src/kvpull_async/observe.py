@@ -39,12 +39,18 @@ def emit(level: str, event: str, fields: Mapping[str, Any]) -> None:
         if structlog.is_configured():
             getattr(structlog.get_logger("kvpull"), level)(event, **fields)
         elif _LOGGER.isEnabledFor(_LEVELS[level]):
-            text = " ".join(f"{name}={value}" for name, value in fields.items())
+            text = " ".join(f"{name}={_one_line(value)}" for name, value in fields.items())
             _LOGGER.log(_LEVELS[level], "%s %s", event, text, extra={"kvpull": {"event": event, **fields}})
     except Exception:  # noqa: BLE001  (whatever a sink raises)
         if not _complained.is_set():
             _complained.set()
             traceback.print_exc(file=sys.stderr)
+
+
+def _one_line(value: object) -> str:
+    """A peer's words may hold line breaks; a record that they forge must not look like ours."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)
 
 
 class EventQueue:

@@ -32,6 +32,8 @@ __all__ = [
 Segments = NDArray[np.int64]
 
 _UINT32_MAX = 2**32 - 1
+_MOST_ROWS = 2**24
+"""Pieces of one pull: 400 MB of table. A peer decides how many it asks for."""
 _INT64_MAX = 2**63 - 1
 
 
@@ -201,6 +203,8 @@ def _runs(blocks: NDArray[np.int64], block_nbytes: int) -> tuple[NDArray[np.int6
 
 
 def _for_each_tensor(tensors: range, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> Segments:
+    if len(tensors) * len(offsets) > _MOST_ROWS:
+        raise _invalid(f"{len(tensors)} tensors x {len(offsets)} runs of blocks are more than {_MOST_ROWS} pieces")
     rows = np.empty((len(tensors), len(offsets), 3), dtype=np.int64)
     rows[:, :, 0] = np.arange(tensors.start, tensors.stop, tensors.step, dtype=np.int64)[:, np.newaxis]
     rows[:, :, 1] = offsets

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Job
 from kvpull_async.linkage import broken
-from kvpull_async.memory.base import Batches, Span, copy_batches, lend_bytes
+from kvpull_async.memory.base import FEW_ROWS, Batches, Span, copy_batches, lend_bytes
 from kvpull_async.observe import PullReport
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Entry, Pin
@@ -118,7 +118,7 @@ class Pull:
         with report.phase("copy"):
             landing, nbytes = wanted.land(grant)
             if grant.inline:
-                await self._land(landing, payload, nbytes)
+                await self._land(landing, payload, nbytes, rows=grant.tensors * len(wanted.table) // 8)
             else:
                 path.expect(grant.grant_id, grant.ticket, wanted.span(grant))
                 self._transfer = path.fetch(grant.grant_id, landing, nbytes)
@@ -156,12 +156,14 @@ class Pull:
                 return lane, path
             await asyncio.sleep(0)  # the link hears of it now
 
-    async def _land(self, landing: Batches, payload: bytes, nbytes: int) -> None:
-        if len(payload) != nbytes:
+    async def _land(self, landing: Batches, payload: bytes, nbytes: int, *, rows: int) -> None:
+        if len(payload) != nbytes or nbytes > self._link.inline_limit:
             landing.close()
-            raise ConnectionError(f"the grant is for {nbytes} bytes, {len(payload)} came with it")
+            raise ConnectionError(
+                f"the grant is for {nbytes} bytes, {len(payload)} came with it, {self._link.inline_limit} may"
+            )
         steps = copy_batches(lend_bytes(payload), landing)
-        if self._link.direct_memory:
+        if self._link.direct_memory and rows <= FEW_ROWS:
             _exhaust(steps)  # at most inline_limit bytes: shorter than handing it to a thread
         else:
             self._transfer = job = Job(self._link.workers, steps)
@@ -218,7 +220,7 @@ class Pull:
         elif isinstance(error, LLMException):
             known = error
         elif isinstance(error, asyncio.TimeoutError):
-            known = LLMTimeoutError(f"the deadline passed {self._where()}", retry_safe=True)
+            known = LLMTimeoutError(f"the deadline of {self._budget_ms()} ms passed {self._where()}", retry_safe=True)
         elif isinstance(error, OSError):
             known = broken(error, self._lane, self._link.peer_name)
         else:
@@ -226,6 +228,9 @@ class Pull:
         known.destination_unsafe = unsafe
         known.retry_safe = known.retry_safe and not unsafe
         return known
+
+    def _budget_ms(self) -> int:
+        return round((self._wanted.deadline.at - self._wanted.report.started) * 1000)
 
     def _where(self) -> str:
         if self._pin is None and self._wanted.entry.quarantined:

@@ -20,7 +20,7 @@ from kvpull_async import offers
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Workers
 from kvpull_async.lane import Lane
-from kvpull_async.memory.base import Batches, Span, planned
+from kvpull_async.memory.base import FEW_ROWS, Batches, Span, planned
 from kvpull_async.observe import Counters, Log
 from kvpull_async.offers import Issued, Offer
 from kvpull_async.protocol import frames
@@ -155,13 +155,15 @@ class Serving:
             log.debug("serve.started", cache_id=offer.entry.cache_id, bytes=offer.nbytes)
             lease_ends = deadline.later(self._lease_margin)
             async with lease_ends.scope():
-                inline = await self._answer(request, offer, lease_ends)
+                inline = await self._answer(request, offer, lease_ends, blocks=len(tail) // 8)
         except (LLMException, OSError, asyncio.TimeoutError) as error:
             self._refuse(request, error, log)
         except asyncio.CancelledError:
             if self._released:
                 gone = LLMException("the cache was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
                 self._refuse(request, gone, log)
+            else:
+                log.debug("serve.cancelled", reason="the puller gave up, or the link ended")
             raise
         else:
             self._counters.add("serves")
@@ -188,7 +190,7 @@ class Serving:
             refusal = frames.Refuse(request.request_id, int(status), reason[:_REASON_LIMIT])
             self._lane.post(refusal)
 
-    async def _answer(self, request: frames.Request, offer: Offer, lease_ends: Deadline) -> bool:
+    async def _answer(self, request: frames.Request, offer: Offer, lease_ends: Deadline, *, blocks: int) -> bool:
         """Grant and deliver; True when the bytes rode on the grant."""
         grant_id = secrets.token_bytes(16)
         consumes = offers.consumes(request, offer)
@@ -204,14 +206,14 @@ class Serving:
         if consumes is not None:
             self._record.issue(grant_id, consumes)
         if inline:
-            await self._lane.send(grant, await self._gather(offer))
+            await self._lane.send(grant, await self._gather(offer, rows=blocks * len(offer.tensors)))
         else:
             await self._stream(request, grant, offer, lease_ends)
         return inline
 
-    async def _gather(self, offer: Offer) -> bytes:
+    async def _gather(self, offer: Offer, *, rows: int) -> bytes:
         lending = self._lend(offer)
-        if self._registry.backend.direct:
+        if self._registry.backend.direct and rows <= FEW_ROWS:
             return _join(lending)
         pin = offer.entry.pin(lambda: None)  # as long as the thread reads, also when nobody waits for it any more
         reading = asyncio.get_running_loop().run_in_executor(self._workers, _join, lending)

@@ -19,7 +19,6 @@ from kvpull_async.entry import (
     DataDist,
     LinkResult,
     blocked,
-    checked,
     close_bounded,
     not_enabled,
 )
@@ -108,15 +107,15 @@ class LLMDataDist:
         self, clusters: list[LLMClusterInfo], timeout: int = 3000, *, raise_on_error: bool = False
     ) -> LinkResult:
         """As `kvpull_async.LLMDataDist.link_clusters`, blocking."""
-        result = blocked(self._core.engine, self._core.link_clusters(clusters, timeout))
-        return checked(result, "link_clusters", raise_on_error)
+        operation = self._core.link_clusters(clusters, timeout, raises=raise_on_error)
+        return blocked(self._core.engine, operation)
 
     def unlink_clusters(
         self, clusters: list[LLMClusterInfo], timeout: int = 3000, force: bool = False, *, raise_on_error: bool = False
     ) -> LinkResult:
         """As `kvpull_async.LLMDataDist.unlink_clusters`, blocking."""
-        result = blocked(self._core.engine, self._core.unlink_clusters(clusters, timeout, force))
-        return checked(result, "unlink_clusters", raise_on_error)
+        operation = self._core.unlink_clusters(clusters, timeout, force, raises=raise_on_error)
+        return blocked(self._core.engine, operation)
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """As `kvpull_async.LLMDataDist.check_link_status`, blocking."""

@@ -35,7 +35,7 @@ async def test_p8_a_cache_made_for_a_caller_who_has_gone_is_taken_back(how: str)
         for _ in range(3):
             making = asyncio.ensure_future(MADE[how](node))
             await asyncio.sleep(0)
-            time.sleep(0.1)  # the core is done meanwhile, and this loop has not heard of it
+            time.sleep(0.1)  # noqa: ASYNC251  (the core is done meanwhile, and this loop has not heard of it)
             making.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await making

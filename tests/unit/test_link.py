@@ -159,7 +159,7 @@ async def test_a_peer_that_dialled_this_side_is_waited_for_only_for_the_grace() 
     one, two = LoopNode(1), LoopNode(2, reconnect_grace_ms=30)
     async with loop_nodes(one, two):
         mine, theirs = await linked(one, two)
-        await one.close()
+        await one.die()
         await lose(theirs)
         with pytest.raises(LLMException, match="which dialled this link, is gone: ") as caught:
             await theirs.ready(soon())

@@ -135,7 +135,7 @@ async def test_a_dead_peer_cannot_be_told_but_can_be_forced(side: str) -> None:
         async with loop_nodes(one, two):
             await one.link(two)
             staying, dying, other = (one, two, 2) if side == "dialler" else (two, one, 1)
-            await dying.close()
+            await dying.die()
             await eventually(lambda: link_of(staying, other).state is not LinkState.READY)
             assert await staying.unlink(other) == CODES.unreachable_unlink
             await events.first("link.failed", text="could not be told to unlink: the link is down")
@@ -266,7 +266,7 @@ async def test_a_restarted_peer_replaces_its_dead_link() -> None:
     one, old = LoopNode(1), LoopNode(2)
     async with loop_nodes(one, old):
         await old.link(one)
-        await old.close()
+        await old.die()
         await eventually(lambda: link_of(one, 2).state is not LinkState.READY)
         new = LoopNode(2)
         async with loop_nodes(new):
@@ -294,7 +294,7 @@ async def test_a_peer_that_does_not_come_back_is_forgotten(monkeypatch: pytest.M
     async with loop_nodes(one, two):
         await two.link(one)
         link = link_of(one, 2)
-        await two.close()
+        await two.die()
         await no_links(one)
         with pytest.raises(LLMException, match="the peer is gone") as caught:
             await link.ready(soon())
@@ -312,7 +312,7 @@ async def test_a_peer_that_was_away_before_is_given_its_full_time_again(monkeypa
         await eventually(lambda: link._lost_at > 0)
         await connected(one, two)
         monkeypatch.setattr("kvpull_async.link._INCOMING_KEPT", 60.0)
-        await two.close()
+        await two.die()
         await eventually(lambda: link.state is not LinkState.READY)
         await asyncio.sleep(0.4)
         assert one.links.find(2) is link

@@ -59,16 +59,29 @@ def test_p1_work_that_was_refused_for_want_of_a_thread_never_runs(monkeypatch: p
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    gate, ran = Gate(), list[int]()
+    ran: list[int] = []
     with workers(2) as executor:
-        executor.submit(gate)
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refuse)
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 executor.submit(ran.append, 1)
-        gate.opened.set()
         assert executor.submit(len, ran).result(BOUND) == 0
     assert ran == []
+
+
+def test_work_waits_for_the_threads_there_are_when_no_more_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    gate = Gate()
+    with workers(2) as executor:
+        held = executor.submit(gate)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            waiting = executor.submit(lambda: 7)
+        gate.opened.set()
+        assert waiting.result(BOUND) == 7
+        held.result(BOUND)
 
 
 def test_an_error_reaches_the_future_and_the_thread_lives_on() -> None:

@@ -5,6 +5,7 @@ It checks each value by itself; what the options mean together is decided by Set
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable
 from dataclasses import fields
@@ -121,7 +122,15 @@ class LLMConfig:
     LLMException(LLM_PARAM_INVALID) for a wrong value. ``del config.name``, or "" for a text, takes a value back.
     Names and defaults are those of the LLM-DataDist documentation; the last group is this project's own, and each of
     its members may come from the environment instead (``settle_timeout``: ``KVPULL_SETTLE_TIMEOUT``).
+    Differs from the original: another name is an AttributeError, since a misspelt option would silently be none.
     """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not name.startswith("_") and not hasattr(type(self), name):
+            near = difflib.get_close_matches(name, [own for own in dir(type(self)) if not own.startswith("_")], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise AttributeError(f"LLMConfig has no option {name}{hint}")
+        super().__setattr__(name, value)
 
     device_id: _Option[int | list[int] | tuple[int, ...] | None] = _Option(
         settings.DEVICES, _devices, _join, default=None

@@ -6,6 +6,7 @@ Which of them run, and in what order, is in the managers' table. A draft collect
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -42,6 +43,7 @@ class PullDraft:
     decoder_only: bool
     remote_access: bool
     default_timeout_ms: int
+    began: float = field(default_factory=time.monotonic)
     src_blocks: NDArray[np.int64] = field(default_factory=lambda: _NO_BLOCKS)
     dst_blocks: NDArray[np.int64] = field(default_factory=lambda: _NO_BLOCKS)
     src_offset: int = 0

@@ -80,7 +80,8 @@ def prepare_blocks(given: PullDraft, src_blocks: object, dst_blocks: object) -> 
 
 def _prepared(operation: str, given: PullDraft) -> Prepared:
     report = PullReport(operation, new_pull_id(), given.traceparent, given.key.cluster_id)
-    return Prepared(given, Deadline.after_ms(given.timeout_ms), report)
+    report.started = given.began  # checking the arguments spends the deadline too
+    return Prepared(given, Deadline(given.began + given.timeout_ms / 1000), report)
 
 
 async def run(node: Node, dialect: Dialect, prepared: Prepared) -> None:

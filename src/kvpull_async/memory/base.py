@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvpull_async.values import Placement
 
 __all__ = [
+    "FEW_ROWS",
     "PIECE_BYTES",
     "PIECE_VIEWS",
     "Allocation",
@@ -33,6 +34,8 @@ __all__ = [
 
 PIECE_BYTES: Final = 1024 * 1024
 """Most bytes handed over at once: what a cancellation may have to wait for."""
+FEW_ROWS: Final = 1024
+"""Most separate rows that may be copied on an event loop: the time goes by the rows, however few the bytes."""
 PIECE_VIEWS: Final = 256
 """Most separate views handed over at once; below the kernel's limit on one scatter-gather call (1024)."""
 

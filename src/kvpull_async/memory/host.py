@@ -6,6 +6,7 @@ It serves `Placement.DEVICE` too, so that the same program runs on a machine wit
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -91,13 +92,10 @@ def _round_up(value: int, step: int) -> int:
 
 def _memory_file(nbytes: int) -> mmap.mmap:
     """A mapping whose pages all exist: touching it later can neither fail nor be killed for lack of memory."""
-    available = _available()
-    if nbytes > available:
-        raise LLMException(
-            f"{nbytes} bytes asked for, the machine has {available} available",
-            status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
-        )
     try:
+        available = _available()
+        if nbytes > available:
+            raise OSError(errno.ENOMEM, f"the machine has {available} bytes available")
         descriptor = os.memfd_create("kvpull-cache", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)

@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Generator
+from contextlib import closing
 from typing import Final
 
 from kvpull_async import observe
@@ -264,9 +265,18 @@ class InprocPath(DataPath):
 
 
 def _checked(offer: _Offer, landing: Batches) -> Generator[int, None, None]:
-    for copied in copy_batches(offer.lending, landing):
-        offer.check()
-        yield copied
+    """The copy, which looks whether the memory is still offered right before it touches any: planning may take long."""
+    try:
+        yield from copy_batches(_while_offered(offer), landing)
+    finally:
+        offer.end()  # here too, since the loop on which the copy was begun may have closed meanwhile
+
+
+def _while_offered(offer: _Offer) -> Batches:
+    with closing(offer.lending):
+        for batch in offer.lending:
+            offer.check()
+            yield batch
 
 
 def _wake(future: asyncio.Future[None] | None) -> None:

@@ -182,7 +182,7 @@ def test_links_from_both_ends() -> None:
         decoder.check_link_status(7)
         assert decoder.link_clusters([info]) == (OK, [LLMStatusCode.LLM_ALREADY_LINK])
         assert decoder.unlink_clusters([info], force=True) == (OK, [OK])
-        with pytest.raises(LLMException, match="LLM_PARAM_INVALID"):
+        with pytest.raises(LLMException, match="in the older mode role DECODER links"):
             prompt.link_clusters([info], raise_on_error=True)  # a prompt node of the older mode
 
 
