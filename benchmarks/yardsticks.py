@@ -77,7 +77,7 @@ class SocketSource(Source):
 
     @staticmethod
     def _serve(listener: socket.socket, lent: list[list[Views]]) -> None:
-        with _prompt(listener.accept()[0]) as sock:
+        with listener, _prompt(listener.accept()[0]) as sock:
             request = bytearray(ASK.size)
             while sock.recv_into(request, 0, socket.MSG_WAITALL):
                 work, pull = ASK.unpack(request)

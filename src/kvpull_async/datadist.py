@@ -94,7 +94,7 @@ class DataDist:
 
     # -- links ------------------------------------------------------------------------------------------------------
 
-    def link_clusters(self, clusters: object, timeout: object, *, raises: bool) -> Operation[LinkResult]:
+    def link_clusters(self, clusters: object, timeout: object, *, raises: bool = False) -> Operation[LinkResult]:
         engine = self.engine
         milliseconds = _timeout(timeout)
         targets = _targets(clusters)
@@ -110,7 +110,7 @@ class DataDist:
         return outcome.of(partial(engine.link, targets, milliseconds), failed=None)
 
     def unlink_clusters(
-        self, clusters: object, timeout: object, force: object, *, raises: bool
+        self, clusters: object, timeout: object, force: object, *, raises: bool = False
     ) -> Operation[LinkResult]:
         engine = self.engine
         milliseconds = _timeout(timeout)

@@ -178,10 +178,13 @@ async def test_a_forced_unlink_of_a_dead_peer_succeeds_and_the_restarted_one_can
             address = source.listen_address
             assert await link(*((puller, source) if side == "puller" else (source, puller))) == OK
         await eventually(lambda: ready(puller) == [0])
-        if links_of(puller):  # `finalize` says no goodbye, so the link is down and not gone
+        if side == "puller":  # this side dialled, so the link is down and looks for its peer
             assert await unlink(puller, 1, timeout=2000) == polite
             assert len(links_of(puller)) == 1
-        assert await unlink(puller, 1, force=True) == OK
+            assert await unlink(puller, 1, force=True) == OK
+        else:  # the side that dialled said goodbye in its `finalize`
+            await eventually(lambda: links_of(puller) == [])
+            assert await unlink(puller, 1, force=True) == (OK if newer else LLMStatusCode.LLM_NOT_YET_LINK)
         assert links_of(puller) == []
         assert address is not None
         async with node(
@@ -228,3 +231,30 @@ async def test_a_key_of_an_unlinked_peer_is_still_there_after_relinking() -> Non
             assert await unlink(puller, 1) == OK
         await puller.kv_cache_manager.deallocate_cache(into)
         await source.kv_cache_manager.deallocate_cache(cache)
+
+
+@both_modes
+async def test_a_cluster_that_moved_is_linked_at_its_new_address(newer: bool) -> None:
+    async with pulling(enable_cache_manager=newer) as puller:
+        async with serving(enable_cache_manager=newer) as source:
+            assert await link(puller, source) == OK
+        await eventually(lambda: ready(puller) == [0])
+        async with serving(enable_cache_manager=newer) as moved:
+            assert await link(puller, moved) == OK
+            await honest_pull(puller, moved, 5)
+
+
+async def test_p10_a_lost_link_is_not_called_linked_already() -> None:
+    async with pulling() as puller:
+        async with serving() as source:
+            assert await link(puller, source) == OK
+            address = source.listen_address
+        await eventually(lambda: ready(puller) == [0])
+        again = info(1, address)
+        overall, codes = await puller.link_clusters([again], 1500)
+        assert codes == [LLMStatusCode.LLM_LINK_FAILED]
+        assert overall == LLMStatusCode.LLM_LINK_FAILED
+        with pytest.raises(LLMException, match="its connection is lost: .*refused|Connect call failed") as caught:
+            await puller.link_clusters([again], 1500, raise_on_error=True)
+        assert caught.value.status_code == LLMStatusCode.LLM_LINK_FAILED
+        assert caught.value.peer == 1

@@ -62,8 +62,8 @@ def test_use_before_init_and_after_finalize_is_a_runtime_error() -> None:
         lambda: made.engine,
         lambda: made.newer,
         lambda: made.manager("kv", None),
-        lambda: made.link_clusters([], 1, raises=False),
-        lambda: made.unlink_clusters([], 1, False, raises=False),
+        lambda: made.link_clusters([], 1),
+        lambda: made.unlink_clusters([], 1, False),
         lambda: made.check_link_status(1),
         lambda: made.switch_role(LLMRole.PROMPT, None),
         lambda: made.needs_newer("link"),
@@ -150,19 +150,19 @@ def test_the_role_taken_by_switching_stays_for_the_next_start() -> None:
 )
 def test_wrong_arguments_raise(datadist: DataDist, clusters: object, timeout: object, error: type[Exception]) -> None:
     with pytest.raises(error):
-        datadist.link_clusters(clusters, timeout, raises=False)
+        datadist.link_clusters(clusters, timeout)
     with pytest.raises(error):
-        datadist.unlink_clusters(clusters, timeout, False, raises=False)
+        datadist.unlink_clusters(clusters, timeout, False)
 
 
 @pytest.mark.parametrize("force", [None, 1, "yes"])
 def test_force_is_a_bool(datadist: DataDist, force: object) -> None:
     with pytest.raises(TypeError, match="force"):
-        datadist.unlink_clusters([], 1, force, raises=False)
+        datadist.unlink_clusters([], 1, force)
 
 
 def test_no_cluster_is_no_answer(datadist: DataDist) -> None:
-    for operation in (datadist.link_clusters([], 1, raises=False), datadist.unlink_clusters((), 1, True, raises=False)):
+    for operation in (datadist.link_clusters([], 1), datadist.unlink_clusters((), 1, True, raises=False)):
         assert blocked(datadist.engine, operation) == (PARAM_INVALID, [])
 
 
@@ -172,15 +172,13 @@ def test_a_cluster_needs_exactly_one_address(datadist: DataDist, addresses: list
     info.remote_cluster_id = 1
     for address in addresses:
         info.append_remote_ip_info(*address)
-    overall, codes = blocked(datadist.engine, datadist.link_clusters([info], 1000, raises=False))
+    overall, codes = blocked(datadist.engine, datadist.link_clusters([info], 1000))
     assert (overall, codes) == (PARAM_INVALID, [PARAM_INVALID])
 
 
 def test_a_refused_connection_is_a_code(datadist: DataDist) -> None:
     failed = LLMStatusCode.LLM_LINK_FAILED
-    result = blocked(
-        datadist.engine, datadist.link_clusters([cluster(1, NOWHERE), cluster(2, NOWHERE)], 5000, raises=False)
-    )
+    result = blocked(datadist.engine, datadist.link_clusters([cluster(1, NOWHERE), cluster(2, NOWHERE)], 5000))
     assert result == (failed, [failed, failed])
 
 
@@ -189,9 +187,9 @@ def test_only_the_older_mode_limits_the_clusters_of_one_call() -> None:
     clusters = [cluster(number, NOWHERE) for number in range(1, 18)]
     try:
         exceeded = LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
-        assert blocked(older.engine, older.link_clusters(clusters, 5000, raises=False)) == (exceeded, [])
-        assert len(blocked(older.engine, older.link_clusters(clusters[:16], 5000, raises=False))[1]) == 16
-        assert len(blocked(newer.engine, newer.link_clusters(clusters, 5000, raises=False))[1]) == 17
+        assert blocked(older.engine, older.link_clusters(clusters, 5000)) == (exceeded, [])
+        assert len(blocked(older.engine, older.link_clusters(clusters[:16], 5000))[1]) == 16
+        assert len(blocked(newer.engine, newer.link_clusters(clusters, 5000))[1]) == 17
     finally:
         close_bounded(older.engine)
         close_bounded(newer.engine)
@@ -200,7 +198,7 @@ def test_only_the_older_mode_limits_the_clusters_of_one_call() -> None:
 def test_only_the_older_mode_lets_decoders_alone_link() -> None:
     for newer, expected in ((False, (PARAM_INVALID, [])), (True, (LLMStatusCode.LLM_LINK_FAILED,) * 2)):
         made = started(LLMRole.PROMPT, enable_cache_manager=newer)
-        overall, codes = blocked(made.engine, made.link_clusters([cluster(1, NOWHERE)], 5000, raises=False))
+        overall, codes = blocked(made.engine, made.link_clusters([cluster(1, NOWHERE)], 5000))
         close_bounded(made.engine)
         assert (overall, codes[0] if codes else codes) == expected
 
@@ -208,7 +206,7 @@ def test_only_the_older_mode_lets_decoders_alone_link() -> None:
 @pytest.mark.parametrize("force", [False, True])
 def test_unlinking_what_is_not_linked_is_a_success_overall(datadist: DataDist, *, force: bool) -> None:
     each = OK if datadist.newer else LLMStatusCode.LLM_NOT_YET_LINK
-    assert blocked(datadist.engine, datadist.unlink_clusters([cluster(1, NOWHERE)], 1000, force, raises=False)) == (
+    assert blocked(datadist.engine, datadist.unlink_clusters([cluster(1, NOWHERE)], 1000, force)) == (
         OK,
         [each],
     )
@@ -268,10 +266,10 @@ def test_the_newer_mode_switches_only_without_links() -> None:
     source, made = started(LLMRole.PROMPT, listen=True), started(enable_cache_manager=True)
     try:
         info = cluster(7, source.engine.listen_address)
-        assert blocked(made.engine, made.link_clusters([info], 10_000, raises=False)) == (OK, [OK])
+        assert blocked(made.engine, made.link_clusters([info], 10_000)) == (OK, [OK])
         operation = made.switch_role(LLMRole.PROMPT, None)
         assert raised(blocked, made.engine, operation) == LLMStatusCode.LLM_EXIST_LINK
-        assert blocked(made.engine, made.unlink_clusters([info], 10_000, False, raises=False)) == (OK, [OK])
+        assert blocked(made.engine, made.unlink_clusters([info], 10_000, False)) == (OK, [OK])
         blocked(made.engine, made.switch_role(LLMRole.PROMPT, None))
     finally:
         close_bounded(made.engine)
