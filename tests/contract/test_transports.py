@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvpull_async.memory.base import MemoryBackend
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.observe import Log
@@ -10,6 +12,8 @@ from kvpull_async.testing.faults import Faults, FaultyTransport, StubbornTranspo
 from kvpull_async.transport.base import Transport
 from kvpull_async.transport.inproc import InprocTransport
 from kvpull_async.transport.tcp import TcpTransport
+
+pytestmark = pytest.mark.smoke
 
 
 class TestTcp(ControlContract, DataPathContract):

@@ -17,6 +17,8 @@ from kvpull_sync import CacheKey, LLMDataDist, LLMRole
 from tests import duo
 from tests.integration.running import PATIENCE, Running, running
 
+pytestmark = pytest.mark.smoke
+
 SOON = 15.0
 """Seconds in which an interrupted call has ended: far below its own deadline (30 s)."""
 

@@ -17,6 +17,8 @@ from tests import duo
 from tests.integration.inject import stubborn_inproc
 from tests.integration.own_loop import LoopPair, Suspended, loop_pair, prefix_key, stopped_at, within
 
+pytestmark = pytest.mark.smoke
+
 CANARY = 0xA5
 PATHS = ("tcp", "inproc", "stubborn")
 SIZES = {"inline": duo.SMALL, "streamed": duo.BIG}

@@ -24,6 +24,8 @@ from tests.integration.inject import gated_memories, stubborn_inproc
 from tests.integration.own_loop import LoopNode, Suspended, loop_pair, outcome, prefix_key, stopped_at, within
 from tests.integration.processes import eventually, sockets
 
+pytestmark = pytest.mark.smoke
+
 CANARY = 0xA5
 SIZES = {"inline": duo.SMALL, "streamed": duo.BIG}
 KINDS = [(path, size) for path in ("tcp", "inproc") for size in SIZES]

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Decoder, Frame, FrameError, Message
 from kvpull_async.status import LLMStatusCode, status_of
@@ -185,16 +187,14 @@ class Session:
         """Accept the peer of the last `Asked` event."""
         assert self.state is State.DECIDING
         assert self._hello is not None
-        proof = self._proof(b"acceptor", self._identity.cluster_id)
-        self._put(
-            frames.Welcome(
-                cluster_id=self._identity.cluster_id,
-                proof=proof,
-                token=token,
-                capabilities=list(self._identity.capabilities),
-                path=path,
-            )
+        welcome = frames.Welcome(
+            cluster_id=self._identity.cluster_id,
+            proof=b"",
+            token=token,
+            capabilities=list(self._identity.capabilities),
+            path=path,
         )
+        self._put(msgspec.structs.replace(welcome, proof=self._proof(welcome)))
         self._become_ready(self._peer_of(self._hello, token=token, path=path))
 
     def reject(self, status: LLMStatusCode, reason: str) -> None:
@@ -291,12 +291,12 @@ class Session:
         elif challenge.authenticates != (self._identity.secret is not None):
             self.fail("only one side has a link secret; give both the same", LLMStatusCode.LLM_LINK_FAILED)
         else:
-            self._put(frames.Prove(proof=self._proof(b"dialer", self._identity.cluster_id)))
+            self._put(frames.Prove(proof=self._proof()))
             self.state = State.PROVING
 
     def _proven(self, prove: frames.Prove) -> None:
         assert self._hello is not None
-        if not hmac.compare_digest(prove.proof, self._proof(b"dialer", self._hello.cluster_id)):
+        if not hmac.compare_digest(prove.proof, self._proof()):
             self.reject(LLMStatusCode.LLM_LINK_FAILED, "the link secrets of the two sides differ")
             return
         if self._hello.asked != self._identity.cluster_id:
@@ -308,7 +308,7 @@ class Session:
 
     def _welcomed(self, welcome: frames.Welcome) -> None:
         assert self._challenge is not None
-        if not hmac.compare_digest(welcome.proof, self._proof(b"acceptor", welcome.cluster_id)):
+        if not hmac.compare_digest(welcome.proof, self._proof(msgspec.structs.replace(welcome, proof=b""))):
             self.fail("the link secrets of the two sides differ", LLMStatusCode.LLM_LINK_FAILED)
             return
         self._become_ready(
@@ -336,18 +336,16 @@ class Session:
     def _peer_of(self, hello: frames.Hello, *, token: bytes, path: str) -> Peer:
         return Peer(hello.cluster_id, hello.incarnation, tuple(hello.capabilities), hello.lane, token, path)
 
-    def _proof(self, role: bytes, cluster_id: int) -> bytes:
-        """HMAC over everything that makes this greeting unlike any other, so that no proof can be replayed."""
+    def _proof(self, welcome: frames.Welcome | None = None) -> bytes:
+        """HMAC over all that was said so far: no proof can be replayed, reflected, or moved to other words. The
+        dialling side proves the first two frames, the accepting side these and its welcome.
+        """
         if self._identity.secret is None:
             return b""
         assert self._hello is not None
         assert self._challenge is not None
-        hello, challenge = self._hello, self._challenge
-        parts = (
-            _LABEL, role, cluster_id.to_bytes(8, "little"), hello.incarnation, challenge.incarnation,
-            hello.nonce, challenge.nonce, bytes([hello.lane]), hello.token, hello.asked.to_bytes(8, "little"),
-        )  # fmt: skip
-        text = b"".join(len(part).to_bytes(2, "little") + part for part in parts)
+        said: list[Message] = [self._hello, self._challenge, *([] if welcome is None else [welcome])]
+        text = _LABEL + b"".join(map(frames.encode, said))  # each frame begins with its kind and length
         return hmac.new(self._identity.secret, text, hashlib.sha256).digest()
 
     # -- the ready connection ---------------------------------------------------------------------------------------

@@ -172,3 +172,12 @@ def test_repr_names_what_is_set_and_hides_the_secret() -> None:
     config = LLMConfig()
     config.link_secret = "hush"
     assert repr(config) == "<LLMConfig with link_secret>"
+
+
+def test_a_misspelt_option_is_refused_with_the_nearest_name() -> None:
+    config = LLMConfig()
+    with pytest.raises(AttributeError, match="no option listen_ip; did you mean listen_ip_info"):
+        config.listen_ip = "127.0.0.1:0"  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no option wholly_unknown"):
+        config.wholly_unknown = 1  # type: ignore[attr-defined]
+    assert "llm.listenIpInfo" not in config.generate_options()

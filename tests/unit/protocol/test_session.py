@@ -224,6 +224,7 @@ def test_a_proof_for_one_lane_or_token_does_not_open_another() -> None:
     mine, victim = identity(1, secret=SECRET), identity(2, secret=SECRET)
     changed: dict[str, Any] = {
         "lane": 1, "token": TOKEN, "cluster_id": 3, "incarnation": b"x" * 16, "nonce": b"y" * 32, "asked": 9,
+        "capabilities": ["shm"],
     }  # fmt: skip
 
     def steady(size: int) -> bytes:
@@ -238,6 +239,20 @@ def test_a_proof_for_one_lane_or_token_does_not_open_another() -> None:
         target = Session(victim, dialer=False, entropy=steady)
         target.receive(frames.encode(msgspec.structs.replace(frame.message, **{field: value})) + said[1])
         assert drained(target) == [Failed("the link secrets of the two sides differ", LINK_FAILED)], field
+
+
+def test_a_welcome_that_was_changed_on_its_way_is_refused() -> None:
+    """What the accepting side says about itself is proven too, so that nobody between can choose the path."""
+    changed: dict[str, Any] = {"cluster_id": 3, "token": b"z" * 16, "capabilities": ["shm"], "path": "shm"}
+    for field, value in changed.items():
+        dialer = Session(identity(1, secret=SECRET), dialer=True, asked=2)
+        acceptor = Session(identity(2, secret=SECRET), dialer=False)
+        recorded(dialer, acceptor)
+        acceptor.next_event()
+        acceptor.welcome(token=TOKEN, path="tcp")
+        (welcome,) = sent(acceptor)
+        dialer.receive(frames.encode(msgspec.structs.replace(welcome, **{field: value})))
+        assert drained(dialer) == [Failed("the link secrets of the two sides differ", LINK_FAILED)], field
 
 
 def test_a_reflected_proof_is_refused() -> None:
