@@ -190,9 +190,7 @@ class Engine:
         await self.links.close(deadline)
         settled = deadline.sooner(self.settings.settle_timeout_ms / 1000)
         for entry in self.registry.entries():
-            if not await entry.idle(
-                settled
-            ):  # a peer of this process may read it, or a transfer may write to it, still
+            if not await entry.idle(settled):  # a peer in this process still reads it, or a transfer writes to it
                 _leaked.append(entry)
                 self.counters.add("regions_leaked")
                 self.log.error("region.leaked", cache_id=entry.cache_id, reason="a transfer could not be stopped")

@@ -296,3 +296,21 @@ def test_the_text_of_an_engine_says_what_it_holds() -> None:
     engine = Engine(settings(), dropped=None)
     assert repr(engine).startswith("<Engine cluster=7 <Links")
     end(engine)
+
+
+@pytest.mark.allow_leak(r"memfd:kvpull-cache")  # P8: memory still in use at `finalize` is kept on purpose
+async def test_p7_memory_that_is_still_read_at_the_end_is_kept_and_named() -> None:
+    """A peer of this process may be in the middle of a piece; unmapping it would kill the process."""
+    with event_log() as events:
+        made = LLMDataDist(LLMRole.PROMPT, PROMPT)
+        await made.init(options(settle_timeout=30))
+        engine = engine_of(made)
+        cache = await made.kv_cache_manager.allocate_cache(SMALL)
+        entry = engine.registry.find(cache.cache_id)
+        assert entry is not None
+        entry.pin(lambda: None)
+        await made.finalize()
+        assert [event["cache_id"] for event in events.named("region.leaked")] == [cache.cache_id]
+    assert engine.counters.snapshot()["regions_leaked"] == 1
+    assert any(kept is entry for kept in engine_module._leaked)
+    engine_module._leaked.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -275,6 +276,16 @@ async def test_a_silent_peer_is_given_up_and_a_talking_one_is_not(scene: Any) ->
     assert silent.channel.aborted
     talking.say(frames.Pong(0))
     assert not talking.lane.lost.done()
+
+
+async def test_p4_a_loop_that_was_held_up_does_not_take_its_own_absence_for_the_peers_silence(scene: Any) -> None:
+    """An extension that holds the interpreter costs latency, not links: what came meanwhile has not been read yet."""
+    one = await scene(heartbeat=0.05, silence=0.5).greet()
+    time.sleep(0.8)  # noqa: ASYNC251  (the loop itself is what is held up)
+    await asyncio.sleep(0.01)
+    assert not one.lane.lost.done()
+    error = await one.lost()  # and a peer that stays silent afterwards is still given up
+    assert "the peer was silent for " in str(error)
 
 
 # --- the end ---

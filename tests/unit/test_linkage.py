@@ -8,7 +8,7 @@ import errno
 
 import pytest
 
-from kvpull_async.linkage import LinkState, connect_error, first, text
+from kvpull_async.linkage import LinkState, broken, connect_error, first, text
 from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.transport.inproc import InprocTransport
@@ -88,3 +88,13 @@ async def test_first_waits_for_either_or_for_the_time() -> None:
 
 def test_the_states_of_a_link_are_the_documented_ones() -> None:
     assert [state.value for state in LinkState] == ["new", "connecting", "ready", "poisoned", "closed"]
+
+
+def test_p10_a_destination_that_cannot_be_written_is_no_trouble_of_the_links() -> None:
+    error = broken(OSError(errno.EFAULT, "Bad address"), None, "10.0.0.1:1")
+    assert error.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    assert not error.retry_safe
+    assert "is the address it was registered with right?" in str(error)
+    other = broken(ConnectionResetError("gone"), None, "10.0.0.1:1")
+    assert other.status_code == LLMStatusCode.LLM_LINK_FAILED
+    assert other.retry_safe

@@ -343,3 +343,14 @@ async def test_records_of_peers_are_kept_by_incarnation_and_bounded(monkeypatch:
     links.record(b"3")  # the least recently used one goes
     assert links.record(b"1") is first
     assert links.record(b"2") is not second
+
+
+@both_transports
+async def test_an_orderly_end_of_the_side_that_dialled_is_told_and_no_loss(transport: str) -> None:
+    one, two = LoopNode(1, transport=transport), LoopNode(2, transport=transport)
+    with event_log() as events:
+        async with loop_nodes(one, two):
+            await two.link(one)
+            await two.close()
+            await no_links(one)
+        assert not events.named("link.lost")
