@@ -23,7 +23,7 @@ help:
 	@echo "make lint    ruff: rules and formatting"
 	@echo "make format  let ruff mend what it can"
 	@echo "make type    mypy, strict"
-	@echo "make bench   throughput and latency, beside plain sockets"
+	@echo "make bench   throughput and latency, beside plain sockets (ARGS=--help tells more)"
 	@echo "make clean   remove .venv and everything generated"
 
 demo: $(VENV)/.run
@@ -43,15 +43,17 @@ format: $(VENV)/.lint
 type: $(VENV)/.lint
 	$(BIN)/python -m mypy $(ARGS) $(TYPED)
 
-bench: $(VENV)/.run
+# A picture takes more than the library needs: make bench ARGS="--limits --plot out.png"
+bench: $(VENV)/.run $(if $(findstring --plot,$(ARGS)),$(VENV)/.bench)
 	$(BIN)/python benchmarks/bench_pull.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	find src -name '*.so' -delete
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Three stages, so that `make demo` does not fetch test tools, nor `make test` the linters.
-$(VENV)/.run: pyproject.toml
+$(VENV)/.run: pyproject.toml src/kvpull_async/memory/_speedups.c
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "kvpull needs Python 3.10 or newer; $(PYTHON) is %d.%d. Choose another: make PYTHON=python3.12 ..." % v[:2])'
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
@@ -61,6 +63,10 @@ $(VENV)/.run: pyproject.toml
 
 $(VENV)/.test: $(VENV)/.run
 	$(PIP_INSTALL) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.run
+	$(PIP_INSTALL) --editable '.[bench]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test

@@ -27,10 +27,10 @@ from figures import judge, machine, parsed, percentile, print_table, save, stand
 from kv_nodes import PULLER_CLUSTER, AwaitingNode
 from kvpull_async import LLMRole
 from lag import LagMeter
-from processes import Child
+from processes import Child, Unavailable
 from quiet import Neighbours, quiet_ones
 from sources import prefill_side
-from workloads import FULL, QUICK, Arena, Shape, build, own_memory, wrong_bytes
+from workloads import FULL, QUICK, Arena, Shape, build, wrong_bytes
 from yardsticks import SocketPuller
 
 BOUND_MS: Final = 5.0
@@ -55,29 +55,29 @@ class Kind:
 class Bench:
     """A node that pulls two workloads, its source, and plain sockets that move the same bytes."""
 
-    def __init__(self, sources: Sequence[Child], shape: Shape) -> None:
+    def __init__(self, sources: Sequence[Child], shape: Shape, *, transport: str) -> None:
         self._source, sockets = sources
         self._shape = shape
         self._neighbours = Neighbours({os.getpid(), *(source.pid for source in sources)})
-        self.node = AwaitingNode(LLMRole.DECODER, PULLER_CLUSTER, shape=shape)
-        self._memory: Arena = own_memory(shape)
-        self._memory.poison()
+        self.node = AwaitingNode(LLMRole.DECODER, PULLER_CLUSTER, shape=shape, transfer_backend=transport)
         self._works = build(shape, seed=SEED)
         self.kinds: list[tuple[Kind, Call]] = []
         every = (CALLER, CORE, SOURCE)
         self._add(Kind("at rest", every, judged=False), partial(asyncio.sleep, 0.1))
-        for name, call in self._pulls().items():
-            self._check(name, call)
+        for name, (call, arena) in self._pulls().items():
+            self._check(name, call, arena)
             self._add(Kind(f"pulls of {self._about(name)}", every, judged=True), call)
         for name, call in self._moves(sockets).items():
             self._add(Kind(f"plain sockets in a thread, {self._about(name)}", (CALLER,), judged=False), call)
 
-    def _pulls(self) -> dict[str, Call]:
+    def _pulls(self) -> dict[str, tuple[Call, Arena]]:
         node = self.node
         cluster_id, address = self._source.ask("open")
         node.link(cluster_id, address)
-        caches = {"W1": node.entries(self._memory)[0], "W2": node.blocks(self._memory)[0]}
-        return {name: node.call(self._works[name].pulls[0], caches[name], cluster_id=cluster_id) for name in NAMES}
+        pulls = {}
+        for name, (cache, arena) in {"W1": node.entries(None), "W2": node.blocks(None)}.items():
+            pulls[name] = node.call(self._works[name].pulls[0], cache, cluster_id=cluster_id), arena
+        return pulls
 
     def _moves(self, source: Child) -> dict[str, Call]:
         self._puller = puller = SocketPuller(socket.AF_INET)
@@ -93,10 +93,10 @@ class Bench:
         work = self._works[name]
         return f"{work.nbytes / 2**20:g} MiB ({work.title})"
 
-    def _check(self, name: str, call: Call) -> None:
-        self._memory.poison()
+    def _check(self, name: str, call: Call, arena: Arena) -> None:
+        arena.poison()
         self.node.do(call())
-        wrong = wrong_bytes(self._memory, self._works[name].pulls, shape=self._shape, seed=SEED)
+        wrong = wrong_bytes(arena, self._works[name].pulls, shape=self._shape, seed=SEED)
         if wrong:
             raise RuntimeError(f"{wrong} wrong bytes after {name}")
 
@@ -125,9 +125,9 @@ async def _again_and_again(call: Call, seconds: float) -> None:
 def measure(options: argparse.Namespace) -> list[Kind]:
     shape, turns, seconds = (QUICK, 1, 0.2) if options.quick else (FULL, options.turns, 1.0)
     with ExitStack() as stack:
-        kv = stack.enter_context(Child(prefill_side, shape, 1, SEED))
+        kv = stack.enter_context(Child(prefill_side, shape, 1, SEED, options.transport, True))
         task = Task("tcp", shape, NAMES, SEED, huge=False, quick=False)
-        bench = Bench([kv, stack.enter_context(Child(source_side, task))], shape)
+        bench = Bench([kv, stack.enter_context(Child(source_side, task))], shape, transport=options.transport)
         for _ in range(turns):
             for kind, call in bench.kinds:
                 bench.turn(kind, call, seconds=seconds, patience=options.patience)
@@ -155,12 +155,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     standard_arguments(parser)
     parser.add_argument("--turns", type=int, default=12, help="of a second each, of every kind (12)")
+    parser.add_argument("--transport", choices=("shm", "tcp"), default="tcp", help="of the pulls (tcp)")
     options = parsed(parser)
-    kinds = measure(options)
-    print(", ".join(f"{what} {value}" for what, value in machine().items()))
+    try:
+        kinds = measure(options)
+    except Unavailable as why:
+        print(f"not available: {why}")
+        return 1
+    print(
+        ", ".join(f"{what} {value}" for what, value in machine().items()), f"pulls over {options.transport}", sep=", "
+    )
     bounds = tell(kinds)
     content: list[dict[str, Any]] = [asdict(kind) for kind in kinds]
-    save(options.json, kinds=content)
+    save(options.json, transport=options.transport, kinds=content)
     return judge(bounds, unit="ms", quick=options.quick)
 
 

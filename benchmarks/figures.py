@@ -24,6 +24,9 @@ class Spread:
         self.low, self.high = min(values), max(values)
 
     def text(self, digits: int) -> str:
+        """The median alone where there is nothing to spread."""
+        if self.low == self.high:
+            return f"{self.mid:.{digits}f}"
         return f"{self.mid:.{digits}f} ({self.low:.{digits}f}..{self.high:.{digits}f})"
 
 

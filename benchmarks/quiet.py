@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
-__all__ = ["Neighbours", "quiet_ones"]
+__all__ = ["LOOK", "SHARE", "Neighbours", "quiet_ones"]
 
 T = TypeVar("T")
 
 SHARE: Final = 0.1
 """Cores that others may use while a measurement counts as undisturbed."""
-_LOOK: Final = 0.1
+LOOK: Final = 0.1
+"""Seconds of a look at what others do."""
 _KERNEL_THREAD: Final = 0x00200000
 _TICK: Final = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -61,7 +62,7 @@ class Neighbours:
         end = time.monotonic() + patience
         while time.monotonic() < end:
             before = self.look()
-            time.sleep(_LOOK)
+            time.sleep(LOOK)
             if self.share(before) <= SHARE:
                 return
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from workloads import Arena, Shape, Workload
 
-__all__ = ["Puller", "Source", "repeat", "repeat_awaiting"]
+__all__ = ["Puller", "SeedSource", "Source", "repeat", "repeat_awaiting"]
 
 AwaitableCall = Callable[[], Awaitable[object]]
 
@@ -22,8 +22,22 @@ class Source(ABC):
     def open(self, shape: Shape, works: Sequence[Workload], *, seed: int) -> Any:
         """Fill the memory and begin to serve. What the puller must know, as something a pipe can carry."""
 
+    def arenas(self) -> Sequence[Arena]:
+        """The memory that pulls read."""
+        return ()
+
     def close(self) -> None:
         """Stop serving; the process ends afterwards."""
+
+
+class SeedSource(Source):
+    """For contenders of one process: the puller makes what it reads, out of the same seed."""
+
+    def __init__(self, *, huge: bool = False) -> None:
+        """The size of pages is the puller's matter."""
+
+    def open(self, shape: Shape, works: Sequence[Workload], *, seed: int) -> Any:
+        return seed
 
 
 class Puller(ABC):
@@ -38,8 +52,11 @@ class Puller(ABC):
         """The memory that this workload's pulls fill."""
 
     @abstractmethod
-    def pull(self, work: Workload, count: int) -> list[float]:
-        """The seconds of each of `count` repetitions of the workload, or of fewer within its budget."""
+    def pull(self, work: Workload, count: int, mode: str = "") -> list[float]:
+        """The seconds of each of `count` repetitions of the workload, or of fewer within its budget.
+
+        `mode` is one of the ways of pulling that the contender knows.
+        """
 
     def close(self) -> None:
         """Disconnect; the process ends afterwards."""

@@ -13,9 +13,11 @@ from workloads import Shape, build
 __all__ = ["prefill_side"]
 
 
-def prefill_side(shape: Shape, cluster_id: int, seed: int) -> Mapping[str, Callable[..., Any]]:
+def prefill_side(
+    shape: Shape, cluster_id: int, seed: int, transport: str = "tcp", allocated: bool = False
+) -> Mapping[str, Callable[..., Any]]:
     """The answers of the source process: "open", "mute", "start_lag" and "stop_lag" of its core's loop, "close"."""
-    source = KvSource(cluster_id=cluster_id)
+    source = KvSource(cluster_id=cluster_id, allocated=allocated, transfer_backend=transport)
     works = list(build(shape, seed=seed).values())
     meters: list[LagMeter] = []
 

@@ -1,4 +1,4 @@
-"""What the machine can do without the library: plain sockets, a bare asyncio round trip, and bare thread crossings.
+"""What sockets can do without the library: plain blocking ones, and the same pulls over asyncio streams.
 
 It must not use the library.
 """
@@ -10,31 +10,47 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
 from sides import Puller, Source, repeat, repeat_awaiting
-from workloads import Arena, Shape, Workload, own_memory
+from workloads import MIB, Arena, Shape, Workload, own_memory
 
-__all__ = ["LoopPuller", "LoopSource", "SocketPuller", "SocketSource", "crossings"]
+__all__ = ["LoopPuller", "LoopSource", "SocketPuller", "SocketSource", "fill", "prompt"]
 
 ASK: Final = struct.Struct("<56xII")
 """A request: which pull of which workload. It is as long as a small message of a real protocol."""
 Views = list[memoryview]
 
 
-def _listener(family: socket.AddressFamily) -> socket.socket:
-    if family == socket.AF_INET:
-        return socket.create_server(("127.0.0.1", 0))
-    listener = socket.socket(family)
-    listener.bind(f"\0kvpull-bench-{os.getpid()}")  # an abstract name: no file to be left behind
+BUFFERS: Final = 4 * MIB
+MODES: Final = {socket.AF_INET: ("", "4m", "reno"), socket.AF_UNIX: ("", "4m")}
+"""How sockets are set up: as the system does it, with 4 MiB of buffers, or with a congestion control that does not pace
+what it sends (some systems choose one that does, which costs much between processes of one machine).
+"""
+
+
+def _listener(family: socket.AddressFamily, mode: str) -> socket.socket:
+    """Accepted sockets inherit how it is set up."""
+    listener = _set_up(socket.socket(family), mode)
+    # An abstract name for a Unix socket: no file to be left behind.
+    name = f"\0kvpull-bench-{os.getpid()}-{mode}" if family == socket.AF_UNIX else ("127.0.0.1", 0)
+    listener.bind(name)
     listener.listen()
     return listener
 
 
-def _prompt(sock: socket.socket) -> socket.socket:
+def _set_up(sock: socket.socket, mode: str) -> socket.socket:
+    if mode == "4m":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFERS)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFERS)
+    elif mode:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, mode.encode())
+    return sock
+
+
+def prompt(sock: socket.socket) -> socket.socket:
     if sock.family == socket.AF_INET:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
@@ -52,7 +68,7 @@ def _landing(arena: Arena, shape: Shape, work: Workload) -> list[Views]:
     return [[arena.view(dst, at, n) for _, _, dst, at, n in pull.segments(shape)] for pull in work.pulls]
 
 
-def _fill(sock: socket.socket, view: memoryview) -> None:
+def fill(sock: socket.socket, view: memoryview) -> None:
     while view:
         n = sock.recv_into(view, 0, socket.MSG_WAITALL)
         if not n:
@@ -68,16 +84,20 @@ class SocketSource(Source):
         self._huge = huge
 
     def open(self, shape: Shape, works: Sequence[Workload], *, seed: int) -> Any:
-        arena = own_memory(shape, huge=self._huge)
-        arena.fill(seed)
-        lent = _lent(arena, shape, works)
-        listener = _listener(self._family)
-        threading.Thread(target=self._serve, args=(listener, lent), daemon=True).start()
-        return listener.getsockname()
+        self._arena = own_memory(shape, huge=self._huge)
+        self._arena.fill(seed)
+        lent = _lent(self._arena, shape, works)
+        listeners = [_listener(self._family, mode) for mode in MODES[self._family]]
+        for listener in listeners:
+            threading.Thread(target=self._serve, args=(listener, lent), daemon=True).start()
+        return [listener.getsockname() for listener in listeners]
+
+    def arenas(self) -> Sequence[Arena]:
+        return [self._arena]
 
     @staticmethod
     def _serve(listener: socket.socket, lent: list[list[Views]]) -> None:
-        with listener, _prompt(listener.accept()[0]) as sock:
+        with listener, prompt(listener.accept()[0]) as sock:
             request = bytearray(ASK.size)
             while sock.recv_into(request, 0, socket.MSG_WAITALL):
                 work, pull = ASK.unpack(request)
@@ -86,35 +106,42 @@ class SocketSource(Source):
 
 
 class SocketPuller(Puller):
-    """Plain blocking sockets: sends a request, receives each segment where it belongs."""
+    """Plain blocking sockets: sends a request, receives each segment where it belongs.
+
+    There is a connection for each mode.
+    """
 
     def __init__(self, family: socket.AddressFamily, *, huge: bool = False) -> None:
         self._family = family
         self._huge = huge
+        self._socks: dict[str, socket.socket] = {}
 
     def open(self, shape: Shape, works: Sequence[Workload], *, told: Any) -> None:
         self._shape, self._names = shape, [work.name for work in works]
         self._arena = own_memory(shape, huge=self._huge)
-        self._sock = socket.socket(self._family)
-        self._sock.connect(told if isinstance(told, (str, bytes)) else tuple(told))
-        _prompt(self._sock)
+        for mode, address in zip(MODES[self._family], told, strict=True):
+            self._socks[mode] = sock = _set_up(socket.socket(self._family), mode)
+            sock.connect(address if isinstance(address, (str, bytes)) else tuple(address))
+            prompt(sock)
 
     def arena(self, work: Workload) -> Arena:
         return self._arena
 
-    def pull(self, work: Workload, count: int) -> list[float]:
-        number = self._names.index(work.name)
+    def pull(self, work: Workload, count: int, mode: str = "") -> list[float]:
+        number, sock = self._names.index(work.name), self._socks[mode]
         landing = _landing(self._arena, self._shape, work)
-        calls = [partial(self._pull, ASK.pack(number, i), views) for i, views in enumerate(landing)]
+        calls = [partial(self._pull, sock, ASK.pack(number, i), views) for i, views in enumerate(landing)]
         return repeat(calls, count, budget=work.budget)
 
-    def _pull(self, request: bytes, views: Views) -> None:
-        self._sock.sendall(request)
+    @staticmethod
+    def _pull(sock: socket.socket, request: bytes, views: Views) -> None:
+        sock.sendall(request)
         for view in views:
-            _fill(self._sock, view)
+            fill(sock, view)
 
     def close(self) -> None:
-        self._sock.close()
+        for sock in self._socks.values():
+            sock.close()
 
 
 class LoopSource(Source):
@@ -125,13 +152,16 @@ class LoopSource(Source):
         self._listening = threading.Event()
 
     def open(self, shape: Shape, works: Sequence[Workload], *, seed: int) -> Any:
-        arena = own_memory(shape, huge=self._huge)
-        arena.fill(seed)
-        self._lent = _lent(arena, shape, works)
+        self._arena = own_memory(shape, huge=self._huge)
+        self._arena.fill(seed)
+        self._lent = _lent(self._arena, shape, works)
         threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
         if not self._listening.wait(10):
             raise TimeoutError("the server did not start")
         return self._address
+
+    def arenas(self) -> Sequence[Arena]:
+        return [self._arena]
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
@@ -166,7 +196,7 @@ class LoopPuller(Puller):
     def arena(self, work: Workload) -> Arena:
         return self._arena
 
-    def pull(self, work: Workload, count: int) -> list[float]:
+    def pull(self, work: Workload, count: int, mode: str = "") -> list[float]:
         number = self._names.index(work.name)
         landing = _landing(self._arena, self._shape, work)
         calls = [partial(self._pull, ASK.pack(number, i), views) for i, views in enumerate(landing)]
@@ -182,49 +212,3 @@ class LoopPuller(Puller):
         self._writer.close()
         self._loop.run_until_complete(self._writer.wait_closed())
         self._loop.close()
-
-
-class Crossings:
-    """A call over to a loop on another thread and back, without anything done there: a library that runs on a loop of
-    its own cannot be faster than this.
-    """
-
-    def __init__(self) -> None:
-        self._other = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._other.run_forever, daemon=True)
-        self._thread.start()
-
-    async def awaiting(self, count: int) -> list[float]:
-        loop, clock, seconds = asyncio.get_running_loop(), time.perf_counter, []
-        for _ in range(count):
-            began = clock()
-            back: asyncio.Future[None] = loop.create_future()
-            self._other.call_soon_threadsafe(loop.call_soon_threadsafe, back.set_result, None)
-            await back
-            seconds.append(clock() - began)
-        return seconds
-
-    def blocking(self, count: int) -> list[float]:
-        clock, seconds = time.perf_counter, []
-        for _ in range(count):
-            began = clock()
-            back = threading.Event()
-            self._other.call_soon_threadsafe(back.set)
-            back.wait()
-            seconds.append(clock() - began)
-        return seconds
-
-    def close(self) -> None:
-        self._other.call_soon_threadsafe(self._other.stop)
-        self._thread.join()
-        self._other.close()
-
-
-def crossings(count: int) -> dict[str, list[float]]:
-    """The seconds of each of `count` crossings there and back, awaiting and blocking."""
-    crossing = Crossings()
-    asyncio.run(crossing.awaiting(count // 10))
-    crossing.blocking(count // 10)
-    found = {"awaiting": asyncio.run(crossing.awaiting(count)), "blocking": crossing.blocking(count)}
-    crossing.close()
-    return found

@@ -78,15 +78,20 @@ class Request:
 
 
 class PullEvents(logging.Handler):
-    """What the library's events tell of all pulls: where the time went (ms, by phase), and by which transports."""
+    """What the library's events tell: where the time of all pulls went (ms, by phase), by which transports, and why by
+    those.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.phases: dict[str, float] = {}
         self.transports: set[str] = set()
+        self.why = ""
 
     def note(self, fields: Mapping[str, Any]) -> None:
         """Add one event."""
+        if fields.get("event") == "link.up":
+            self.why = fields["why"]
         if fields.get("event") != "pull.finished":
             return
         self.transports.add(fields["path"])
@@ -235,13 +240,13 @@ async def run_decode() -> None:
     datadist = LLMDataDist(LLMRole.DECODER, DECODE_CLUSTER)
     await datadist.init(config.generate_options())
     async with datadist:
+        events = PullEvents.listen()
         cluster = await _link(datadist, job, parent=parent)
         requests = [Request(**{**item, "way": Way(item["way"])}) for item in job["requests"]]
         node = await DecodeNode.open(datadist, requests)
-        events = PullEvents.listen()
         await _pull_all(node, requests, parent=parent, spoiled=job["spoiled"])
         await _decode_all(node, requests, parent=parent)
-        parent.say("finished", phases=events.phases, transports=sorted(events.transports))
+        parent.say("finished", phases=events.phases, transports=sorted(events.transports), why=events.why)
         await node.close()
         await datadist.unlink_clusters([cluster], timeout=LINK_TIMEOUT_MS)
     parent.say("bye")

@@ -26,7 +26,10 @@ from tiny_transformer import ContiguousKV, TinyTransformer, contiguous_arrays, c
 MILLION = 1e6
 BILLION = 1e9
 ROLES = {"prefill": run_prefill, "decode": run_decode}
-TRANSPORTS = {"tcp": "tcp (ordinary sockets, here between two processes of one machine)"}
+TRANSPORTS = {
+    "shm": "shm (shared memory: the decode process copies straight out of the prefill process's cache)",
+    "tcp": "tcp (ordinary sockets, here between two processes of one machine)",
+}
 INTRODUCTION = f"""\
 A language model that reads a text keeps notes for every word: its KV cache (keys and values). With them it can write
 the next words without reading everything again. Reading the prompt (PREFILL) and writing the answer (DECODE) often run
@@ -46,6 +49,7 @@ class Outcome:
     control: Message = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     transports: list[str] = field(default_factory=list)
+    why: str = ""
     exit_codes: list[int] = field(default_factory=list)
 
 
@@ -121,7 +125,7 @@ async def _hear_decode(decode: Child, prefill: Child, *, job: Message, outcome: 
     while message["event"] != "finished":
         await _note(message, prefill, outcome=outcome)
         message = await decode.hear()
-    outcome.phases, outcome.transports = message["phases"], message["transports"]
+    outcome.phases, outcome.transports, outcome.why = message["phases"], message["transports"], message["why"]
 
 
 async def _note(message: Message, prefill: Child, *, outcome: Outcome) -> None:
@@ -187,6 +191,7 @@ def _print_totals(outcome: Outcome) -> None:
     parts = ", ".join(f"{name} {milliseconds:.1f} ms" for name, milliseconds in outcome.phases.items())
     print(f"\n   Pulled: {nbytes / MILLION:.1f} MB in {_ms(seconds)}, {nbytes / seconds / BILLION:.2f} GB/s.")
     print(f"   The transport used was {transport}.")
+    print(f"   It was chosen when the two linked; the library's reason: {outcome.why}.")
     print(f"   Where the time went, by the library's own events: {parts}.")
     print(f"   Decoded: {len(outcome.decoded)} x {NEW_TOKENS} tokens in {_ms(decoding)}.\n")
 

@@ -281,7 +281,7 @@ class HostileSource:
         while session.state is not State.FAILED:
             event = session.next_event()
             if isinstance(event, Asked):
-                session.welcome(token=event.peer.token or b"t" * 16, path="tcp")
+                session.welcome(token=event.peer.token or b"t" * 16, offers=[("tcp", b"")])
             elif event is not None and hasattr(event, "message"):
                 self._handle(session, event.message, writer)
             if event is None or session.state is State.READY:

@@ -23,17 +23,20 @@ SIZED = ("src", "tests", "examples", "benchmarks")
 # matching prefix counts, so `memory.base` is a part of its own beside `memory`.
 LAYERS = (
     ("status", "observe"),
-    ("values", "_deadline", "_workers", "fifo", "memory._acl"),
-    ("config", "plan", "core", "protocol.frames", "memory.base"),
-    ("protocol.session", "memory", "transport.base", "registry"),
+    ("values", "_deadline", "_workers", "_prompt", "_threads", "transport.arrivals", "memory._acl"),
+    ("config", "plan", "call", "fifo", "protocol.frames", "memory.base"),
+    ("core", "protocol.session", "memory", "transport.base", "held"),
+    ("registry",),
     ("transport", "lane", "offers"),
-    ("linkage",),
+    ("linkage", "standing"),
+    ("dialling", "halves", "routes"),
     ("link", "serve", "testing"),
     ("links", "pull"),
     ("managers",),
     ("engine",),
-    ("datadist",),
+    ("datadist", "layers"),
     ("entry",),
+    ("face_layers",),
     ("face_managers",),
     ("face",),
     ("",),  # kvpull_async itself: the public names
@@ -46,7 +49,7 @@ UPWARD_FOR_TYPES = {
 }
 
 # Packages that only group their modules, one level or several: their own __init__ may import none of them.
-EMPTY_PACKAGES = ("protocol", "memory", "transport")
+EMPTY_PACKAGES = ("protocol", "memory", "transport", "transport.shm")
 
 # The blocking API sees the public names and the core's entry.
 SYNC_MAY_IMPORT = {CORE, f"{CORE}.entry"}
@@ -68,7 +71,7 @@ RESERVED_LIBRARIES = {
 LAZY_LIBRARIES = {"nixl", "mooncake"}
 
 # These work with any transport and any memory, and know only the contracts.
-CONTRACT_USERS = ("lane", "link", "linkage", "links", "offers", "pull", "serve")
+CONTRACT_USERS = ("dialling", "halves", "lane", "link", "linkage", "links", "offers", "pull", "serve")
 CONTRACTS = {"transport": "transport.base", "memory": "memory.base"}
 
 # Source modules that need no unit test module of their own name, and the file that tests them instead.

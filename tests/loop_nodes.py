@@ -19,7 +19,7 @@ from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
 from kvpull_async.config import Settings
 from kvpull_async.lane import Lane
-from kvpull_async.linkage import LinkContext
+from kvpull_async.linkage import LinkContext, Route
 from kvpull_async.links import Codes, Links, Target
 from kvpull_async.memory.base import Allocation, Region
 from kvpull_async.memory.host import HostMemory
@@ -28,7 +28,8 @@ from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
 from kvpull_async.protocol.session import Peer, Session
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.transport.base import Address, ControlChannel, DataPath, Listener, Transport
+from kvpull_async.transport.arrivals import Arrivals
+from kvpull_async.transport.base import Address, ControlChannel, DataPath, Listener, PathKind
 from kvpull_async.transport.inproc import InprocTransport
 from kvpull_async.transport.tcp import TcpTransport
 from kvpull_async.values import Placement
@@ -94,12 +95,16 @@ class ScriptedChannel(ControlChannel):
 
     def __init__(self) -> None:
         self.peer = "scripted"
+        self.arrivals = Arrivals(self._taken)
         self.sent: list[bytes] = []
         self.aborted = False
         self.reads = 0
         self.clogged = False
-        self._incoming: asyncio.Queue[bytes | OSError] = asyncio.Queue()
         self._flowing = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        return not self.clogged and not self.aborted
 
     async def send(self, data: bytes) -> None:
         while self.clogged and not self.aborted:
@@ -112,20 +117,23 @@ class ScriptedChannel(ControlChannel):
         if data:
             self.sent.append(data)
 
-    async def receive(self) -> bytes:
-        self.reads += 1
-        data = await self._incoming.get()
-        if isinstance(data, OSError):
-            raise data
-        return data
-
     def abort(self) -> None:
         self.aborted = True
         self._flowing.set()
 
     def feed(self, *data: bytes | OSError) -> None:
+        """Each in a turn of its own; b"" is the end of the stream."""
         for item in data:
-            self._incoming.put_nowait(item)
+            asyncio.get_running_loop().call_soon(self._arrive, item)
+
+    def _arrive(self, item: bytes | OSError) -> None:
+        if isinstance(item, OSError) or not item:
+            self.arrivals.end(item or None)
+        else:
+            self.arrivals.put(item)
+
+    def _taken(self, n: int) -> None:
+        self.reads += 1
 
     def unclog(self) -> None:
         self.clogged = False
@@ -158,7 +166,7 @@ class LaneScene:
         (session if session._dialer else self.peer).start()
         exchange(session, self.peer)
         acceptor = self.peer if session._dialer else session
-        acceptor.welcome(token=TOKEN, path="tcp")
+        acceptor.welcome(token=TOKEN)
         exchange(session, self.peer)
         while session.next_event() is not None or self.peer.next_event() is not None:
             pass
@@ -227,13 +235,14 @@ class RecordingServer:
 
 
 class LoopNode:
-    """`Links` with a real transport and a recording server."""
+    """`Links` with a real transport and a recording server. `kinds` are the kinds of path beside it, if not its own."""
 
     def __init__(
         self,
         cluster_id: int,
         *,
         transport: str = "tcp",
+        kinds: tuple[PathKind, ...] | None = None,
         incarnation: bytes | None = None,
         secret: bytes | None = None,
         **settings: Any,
@@ -243,9 +252,9 @@ class LoopNode:
         self.servers: list[RecordingServer] = []
         self.workers = Workers(1)
         self.settings = Settings(LLMRole.DECODER, cluster_id, **settings)
-        self.transport: Transport = TcpTransport(self.log, greeting_timeout=3.0)
-        if transport == "inproc":
-            self.transport = InprocTransport(self.log)
+        inproc = transport == "inproc"
+        self.transport = InprocTransport(self.log) if inproc else TcpTransport(self.log, greeting_timeout=3.0)
+        self.route = Route(self.transport, (self.transport,) if kinds is None else kinds)
         self.context = LinkContext(
             identity=identity(cluster_id, secret=secret, incarnation=incarnation),
             settings=self.settings,
@@ -253,7 +262,7 @@ class LoopNode:
             counters=self.counters,
             workers=self.workers,
             direct_memory=True,
-            transports=(self.transport,),
+            routes=(self.route,),
             serve=self._serve,
             gone=lambda link: self.links.gone(link),  # noqa: PLW0108  (made below)
         )
@@ -266,7 +275,7 @@ class LoopNode:
         return server
 
     async def listen(self, address: Address = ("127.0.0.1", 0)) -> Address:
-        self.listener = await self.transport.listen(address, lambda c: self.links.accept(self.transport, c))
+        self.listener = await self.transport.listen(address, lambda c: self.links.accept(self.route, c))
         return self.listener.address
 
     @property

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import types
 from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from kvpull_async.observe import PullReport
 from kvpull_async.protocol import frames
 from kvpull_async.pull import Pull, Wanted
 from kvpull_async.registry import Entry, Registry
+from kvpull_async.standing import Standings
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import CacheDesc, DataType, Placement
 
@@ -28,6 +31,8 @@ INLINE, STREAMED = 65536, 0
 """Inline limits with which the pulls of a `Bench` ride on the answer, or do not."""
 LONG_MS = 60_000
 GRANT_ID = b"g" * 16
+UNPROVEN = b"unproven"
+"""The ticket of a grant whose bytes count only once the source has confirmed them."""
 STEP = 0.0005
 """Seconds between two steps of what goes on beside the pull."""
 
@@ -76,20 +81,33 @@ class LoopTransfer:
         self.done.set_exception(error)
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What a path was told of a grant before its fetch."""
+
+    grant_id: bytes
+    ticket: bytes | None
+    reading: Callable[[], plan.Segments]
+    span: Span
+
+
 class LoopPath:
     name = "loop"
 
     def __init__(self, link: LoopLink) -> None:
         self._link = link
         self.transfers: list[LoopTransfer] = []
-        self.expected: list[tuple[bytes, Span]] = []
+        self.expected: list[Expected] = []
         self.given_up = 0
 
     async def ready(self, deadline: Deadline) -> None:
         await asyncio.sleep(0)
 
-    def expect(self, grant_id: bytes, ticket: bytes, span: Span) -> None:
-        self.expected.append((grant_id, span))
+    def expect(self, grant_id: bytes, ticket: bytes | None, reading: Callable[[], plan.Segments], span: Span) -> None:
+        self.expected.append(Expected(grant_id, ticket, reading, span))
+
+    def unproven(self, ticket: bytes) -> bool:
+        return ticket == UNPROVEN
 
     def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> LoopTransfer:
         link = self._link
@@ -97,11 +115,16 @@ class LoopPath:
         self.transfers.append(transfer)
         return transfer
 
+    def standing(self, ticket: bytes) -> None:
+        return None
+
     def give_up(self) -> None:
         self.given_up += 1
 
 
 class LoopChannel:
+    def post(self, data: bytes) -> None: ...
+
     async def send(self, data: bytes) -> None:
         await asyncio.sleep(0)
 
@@ -114,6 +137,8 @@ class LoopLane:
         self.requests: list[frames.Request] = []
         self.tables: list[bytes] = []
         self.given_up: list[int] = []
+        self.checked: list[bytes] = []
+        self._check: asyncio.Future[bool] | None = None
 
     def ask(self, request: Callable[[int], frames.Request], tail: bytes) -> tuple[int, bytes, asyncio.Future[Any]]:
         asked = request(len(self.requests) + 1)
@@ -127,6 +152,17 @@ class LoopLane:
     def give_up(self, request_id: int, *, tell: bool) -> None:
         assert tell
         self.given_up.append(request_id)
+
+    async def check(self, grant_id: bytes) -> bool:
+        self.checked.append(grant_id)
+        self._check = asyncio.get_running_loop().create_future()
+        if self._link.valid is not None:
+            asyncio.get_running_loop().call_later(STEP, _settle, self._check, self._link.valid)
+        return await self._check
+
+    def confirm(self, *, valid: bool) -> None:
+        assert self._check is not None
+        _settle(self._check, valid)
 
 
 class LoopLink:
@@ -144,6 +180,10 @@ class LoopLink:
         self.granted: dict[str, Any] = {}
         """Fields of the grant that differ from what was asked."""
         self.payload: bytes | None = None
+        self.ticket: bytes | None = None
+        """What comes with the grant of a pull that is not inside the answer."""
+        self.valid: bool | LLMException | None = True
+        """What the source says when it is asked whether it still holds a grant; None: nothing."""
         self.inline_limit = inline_limit
         self.settle_timeout = settle_timeout
         self.direct_memory = True
@@ -154,7 +194,15 @@ class LoopLink:
         self.path = LoopPath(self)
         self.fifo = Fifo(limit=8, wait=True)
         self.done: list[frames.Done] = []
+        self.reads: list[frames.Read] = []
+        self.standing = Standings(self.reads.append)
         self.quarantined: list[Entry] = []
+
+    def enter_now(self, pull: object) -> bool:
+        return self.fifo.claim(pull)
+
+    def ready_now(self) -> LoopLane | None:
+        return None if self.unreachable else self.lane
 
     async def enter(self, pull: object) -> None:
         await self.fifo.acquire()
@@ -182,6 +230,7 @@ class LoopLink:
         }
         nbytes = fields["tensors"] * fields["per_tensor"]
         inline = nbytes <= min(self.inline_limit, asked.inline_limit)
+        fields.setdefault("ticket", None if inline else self.ticket)
         grant = frames.Grant(request_id=asked.request_id, grant_id=GRANT_ID, inline=inline, **fields)
         payload = bytes([self.byte]) * nbytes if self.payload is None else self.payload
         answer.set_result((grant, payload if inline else b""))
@@ -202,6 +251,15 @@ class LoopLink:
             transfer.aborted, transfer.stuck = True, False
             await asyncio.wait([transfer.settled])
         self.workers.close(5.0)
+
+
+def _settle(answer: asyncio.Future[bool], outcome: bool | LLMException) -> None:
+    if answer.done():
+        return
+    if isinstance(outcome, LLMException):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
 
 
 @types.coroutine
@@ -246,7 +304,10 @@ class Bench:
             table=b"table",
             at_most=4 * self.size,
             land=self._land,
+            reading=lambda grant: partial(plan.run_segments, range(4), start=grant.start, size=grant.per_tensor),
             span=lambda _: Span(self.entry.regions, self._rows),
+            known=lambda _: None,
+            open_cache=None,
             entry=self.entry,
             deadline=Deadline.after_ms(timeout_ms),
             report=report,
@@ -286,6 +347,6 @@ class Bench:
         """The next pull on the link is right."""
         self.memory[:], self.link.byte = 0, self.link.byte ^ 0xFF
         self.link.silent = self.link.stuck = self.link.stubborn = self.link.unreachable = False
-        self.link.refusal, self.link.payload, self.link.granted = None, None, {}
+        self.link.refusal, self.link.payload, self.link.granted, self.link.valid = None, None, {}, True
         await self.pull().run()
         assert self.landed()

@@ -11,7 +11,7 @@ import msgspec
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
 from kvpull_async.lane import Lane
-from kvpull_async.memory.base import Batches
+from kvpull_async.memory.base import Batches, Span
 from kvpull_async.observe import Counters, Log
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
@@ -63,6 +63,8 @@ class FakePath(DataPath):
         self.released: list[bytes] = []
         self.stuck = False
         self.broken: OSError | None = None
+        self.ticket: bytes | None = None
+        self.described: list[tuple[bytes, Span]] = []
 
     async def ready(self, deadline: Deadline) -> None:
         if self.broken is not None:
@@ -75,8 +77,12 @@ class FakePath(DataPath):
 
     def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> FakeTransfer:
         self.bytes = b"".join(bytes(view) for batch in lending for view in batch)
-        self.transfers.append(FakeTransfer(finished=self.one_sided))
+        self.transfers.append(FakeTransfer(finished=self.ticket is not None))
         return self.transfers[-1]
+
+    def describe(self, grant_id: bytes, span: Span) -> bytes | None:
+        self.described.append((grant_id, span))
+        return self.ticket
 
     def release(self, grant_id: bytes) -> None:
         self.released.append(grant_id)
@@ -90,15 +96,16 @@ class FakeLane:
     """What serving sees of its lane: it keeps what is said."""
 
     def __init__(self) -> None:
-        self.channel = SimpleNamespace(peer="a peer")
+        self.channel = SimpleNamespace(peer="a peer", ready=True)
+        self.turns = 0
         self.ended: list[int] = []
         self.session = SimpleNamespace(end_request=self.ended.append)
         self.lost: asyncio.Future[LLMException] = asyncio.get_running_loop().create_future()
         self.said: list[tuple[Message, bytes]] = []
         self.aborted: list[str] = []
 
-    def post(self, message: Message, tail: bytes = b"") -> None:
-        self.said.append((message, tail))
+    def post(self, message: Message, *tail: bytes | memoryview) -> None:
+        self.said.append((message, b"".join(tail)))
 
     async def send(self, message: Message, tail: bytes = b"") -> None:
         self.said.append((message, tail))
@@ -122,7 +129,7 @@ class Scene:
         self.record = PeerRecord()
         self.lane = FakeLane()
         self.path = FakePath()
-        self.path.one_sided = one_sided
+        self.path.ticket = b"a ticket" if one_sided else None
         self.left = 0
         self.workers = Workers(1)
         self.serving = Serving(

@@ -24,10 +24,10 @@ _REQUEST = frames.Request(
 SAMPLES: dict[str, Frame] = {
     type(frame.message).__name__: frame
     for frame in (
-        Frame(frames.Hello("kvpull", 1, 5, 2, _ID16, _NONCE, 0, b"", True, ["tcp"])),
-        Frame(frames.Challenge(1, _ID16, _NONCE, True)),
+        Frame(frames.Hello("kvpull", frames.VERSION, 5, 2, _ID16, _NONCE, 0, b"", True, ["tcp"])),
+        Frame(frames.Challenge(frames.VERSION, _ID16, _NONCE, True)),
         Frame(frames.Prove(_PROOF)),
-        Frame(frames.Welcome(2, _PROOF, _ID16, ["tcp"], "tcp")),
+        Frame(frames.Welcome(2, _PROOF, _ID16, [("tcp", b""), ("shm", b"a name")])),
         Frame(frames.Reject(int(LLMStatusCode.LLM_LINK_FAILED), "the link secrets of the two sides differ")),
         Frame(frames.Ping(2**64 - 1)),
         Frame(frames.Pong(3)),
@@ -39,6 +39,9 @@ SAMPLES: dict[str, Frame] = {
         Frame(frames.DoneAck(_ID16)),
         Frame(frames.Bye()),
         Frame(frames.ByeAck()),
+        Frame(frames.Check(_ID16)),
+        Frame(frames.Checked(_ID16, False)),
+        Frame(frames.Read(3, 2, 4096, ["0123456789abcdef"])),
     )
 }
 """One frame of every kind, by the message's name."""
@@ -102,7 +105,7 @@ def greeted(
     dialling.start()
     exchange(dialling, accepting)
     assert isinstance(accepting.next_event(), Asked)
-    accepting.welcome(token=token, path="tcp")
+    accepting.welcome(token=token)
     exchange(dialling, accepting)
     assert dialling.state is accepting.state is State.READY
     drained(dialling), drained(accepting)
@@ -153,6 +156,6 @@ PLAIN: dict[str, Message] = {name: frame.message for name, frame in SAMPLES.item
     "Hello": plain_hello(),
     "Challenge": frames.Challenge(frames.VERSION, b"i" * 16, b"n" * 32, authenticates=False),
     "Prove": frames.Prove(b""),
-    "Welcome": frames.Welcome(2, b"", _ID16, ["tcp"], "tcp"),
+    "Welcome": frames.Welcome(2, b"", _ID16, [("tcp", b"")]),
 }
 """A message of every kind, as peers without a secret send it."""

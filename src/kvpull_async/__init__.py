@@ -2,6 +2,7 @@
 
 from kvpull_async.config import LLMConfig, LlmConfig
 from kvpull_async.face import CacheManager, KvCacheManager, LLMDataDist
+from kvpull_async.memory.arrays import allocate_shared
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, Status
 from kvpull_async.values import (
     BlocksCacheKey,
@@ -54,4 +55,5 @@ __all__ = [
     "TensorDesc",
     "TransferConfig",
     "TransferWithCacheKeyConfig",
+    "allocate_shared",
 ]

@@ -35,7 +35,7 @@ class Workers(Executor):
     def __init__(
         self, threads: int, *, name: str = "kvpull-worker", initializer: Callable[[], None] | None = None
     ) -> None:
-        self._limit = threads
+        self.limit = threads
         self._name = name
         self._initializer = initializer
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
@@ -44,6 +44,11 @@ class Workers(Executor):
         self._spare = 0  # idle threads minus work that waits for one
         self._closed = False
 
+    @property
+    def crowded(self) -> bool:
+        """Whether work waits for a thread. Long work then steps back in the queue, so that nobody waits for its end."""
+        return self._spare < 0
+
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Run `fn` on a worker, in a copy of the caller's context."""
         future: Future[T] = Future()
@@ -51,7 +56,7 @@ class Workers(Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError("the workers have been shut down")
-            if self._spare < 1 and len(self._threads) < self._limit:
+            if self._spare < 1 and len(self._threads) < self.limit:
                 self._grow()
             self._queue.put((future, lambda: context.run(fn, *args, **kwargs)))
             self._spare -= 1
@@ -96,7 +101,7 @@ class Workers(Executor):
                 self._spare += 1
 
     def __repr__(self) -> str:
-        return f"<Workers {self._name} threads={len(self._threads)}/{self._limit} idle={max(0, self._spare)}>"
+        return f"<Workers {self._name} threads={len(self._threads)}/{self.limit} idle={max(0, self._spare)}>"
 
 
 def _carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
@@ -117,7 +122,9 @@ class Job:
 
     def __init__(self, workers: Workers, steps: Iterable[int]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._steps = steps
+        self._workers = workers
+        self._steps = iter(steps)
+        self._total = 0
         self._cancelled = threading.Event()
         self.done: asyncio.Future[int] = self._loop.create_future()
         self.settled: asyncio.Future[None] = self._loop.create_future()
@@ -129,18 +136,29 @@ class Job:
         return True
 
     def _run(self) -> None:
-        total, error = 0, None
-        steps = iter(self._steps)
+        error = None
         try:
             while not self._cancelled.is_set():
-                step = next(steps, None)
+                step = next(self._steps, None)
                 if step is None:
-                    report_to(self._loop, self._finish, total, None)
+                    report_to(self._loop, self._finish, self._total, None)
                     return
-                total += step
+                self._total += step
+                if self._workers.crowded and self._step_back():
+                    return
         except BaseException as raised:  # noqa: BLE001  (belongs to whoever awaits `done`)
             error = raised
-        report_to(self._loop, self._finish, total, error or _closing_error(steps) or asyncio.CancelledError())
+        report_to(
+            self._loop, self._finish, self._total, error or _closing_error(self._steps) or asyncio.CancelledError()
+        )
+
+    def _step_back(self) -> bool:
+        """Go on behind those who wait; False when there is no queue any more."""
+        try:
+            self._workers.submit(self._run)
+        except RuntimeError:
+            return False
+        return True
 
     def _finish(self, total: int, error: BaseException | None) -> None:
         if not self.done.done():

@@ -15,6 +15,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvpull_async import observe
@@ -23,23 +24,23 @@ from kvpull_async._workers import Workers, report_to
 from kvpull_async.config import Settings
 from kvpull_async.core import Call, CoreLoop
 from kvpull_async.lane import Lane
-from kvpull_async.linkage import LinkContext, Server
+from kvpull_async.linkage import LinkContext, Route, Server
 from kvpull_async.links import Codes, Links, Target
 from kvpull_async.managers.manager import Operation
 from kvpull_async.managers.node import Node
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.protocol.session import Identity, Peer
 from kvpull_async.registry import Registry
+from kvpull_async.routes import Routes
 from kvpull_async.serve import Serving
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
-from kvpull_async.transport.base import Address, DataPath, Listener, Transport
-from kvpull_async.transport.inproc import InprocTransport
-from kvpull_async.transport.tcp import TcpTransport
+from kvpull_async.transport.base import Address, DataPath, Listener
 from kvpull_async.values import LLMRole, Placement
 
 __all__ = [
     "CODES",
     "Engine",
+    "Told",
     "awaited",
     "blocked",
     "close_awaited",
@@ -50,7 +51,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_WORKERS: Final = 2
+_WORKERS: Final = max(2, min(4, os.cpu_count() or 1))
+"""Threads for copies and allocations: four fill the memory bus of most machines."""
 _INLINE_MOST: Final = 2**20
 """Most bytes that a peer may ask to have put on a grant. Its own `inline_limit` decides, not this side's: a puller that
 expects them there has no payload connection.
@@ -101,10 +103,10 @@ class Engine:
             {Placement.DEVICE: settings.device_pool_bytes, Placement.HOST: settings.host_pool_bytes}
         )
         self.registry = Registry(self.memory, dropped=dropped)
-        self._inproc = InprocTransport(self.log)
-        self._tcp = TcpTransport(self.log, greeting_timeout=settings.handshake_timeout_ms / 1000)
+        self._routes = Routes(settings, self.memory, self.log)
         self.links = Links(self._context(), CODES[settings.cache_manager_mode])
-        self.node = Node(settings.role, settings, self.registry, self.workers, self.counters, self.log, self.links.find)
+        loop, find = self.core.loop, self.links.find
+        self.node = Node(settings.role, settings, self.registry, self.workers, self.counters, self.log, loop, find)
         self._listeners: list[Listener] = []
         try:
             self.core.start()
@@ -114,9 +116,6 @@ class Engine:
         _live.add(self)
 
     def _context(self) -> LinkContext:
-        transports: dict[str, Transport] = {"inproc": self._inproc, "tcp": self._tcp}
-        backend = self.settings.transfer_backend
-        chosen = tuple(t for name, t in transports.items() if backend in ("auto", "hixl", name))
         return LinkContext(
             identity=Identity(self.settings.cluster_id, secrets.token_bytes(16), (), self.settings.link_secret),
             settings=self.settings,
@@ -124,7 +123,7 @@ class Engine:
             counters=self.counters,
             workers=self.workers,
             direct_memory=self.memory.direct,
-            transports=chosen,
+            routes=tuple(self._routes),
             serve=self._serve,
             gone=lambda link: self.links.gone(link),  # noqa: PLW0108  (`links` is made with this context)
         )
@@ -158,10 +157,9 @@ class Engine:
             self.log.warning("link.insecure", reason="allow_insecure_network is on: peers are not authenticated")
 
     async def listen(self, address: Address) -> None:
-        context = self._context()
         try:
-            for transport in reversed(context.transports):  # tcp first: it says which port was free
-                listener = await transport.listen(address, self._acceptor(transport))
+            for route in reversed(tuple(self._routes)):  # tcp first: it says which port was free
+                listener = await route.transport.listen(address, self._acceptor(route))
                 self._listeners.append(listener)
                 address = listener.address
         except OSError as error:
@@ -171,8 +169,8 @@ class Engine:
             ) from error
         self.log.info("link.listening", address=f"{address[0]}:{address[1]}")
 
-    def _acceptor(self, transport: Transport) -> Callable[..., Any]:
-        return lambda channel: self.links.accept(transport, channel)
+    def _acceptor(self, route: Route) -> Callable[..., Any]:
+        return lambda channel: self.links.accept(route, channel)
 
     async def stop_listening(self) -> None:
         listeners, self._listeners = self._listeners, []
@@ -188,6 +186,7 @@ class Engine:
         deadline = Deadline.after_ms(self.settings.close_timeout_ms)
         await self.stop_listening()
         await self.links.close(deadline)
+        await self._routes.aclose(deadline)
         settled = deadline.sooner(self.settings.settle_timeout_ms / 1000)
         for entry in self.registry.entries():
             if not await entry.idle(settled):  # a peer in this process still reads it, or a transfer writes to it
@@ -233,9 +232,14 @@ class Engine:
     def call(self, operation: Operation[T]) -> Call[T]:
         context = contextvars.Context() if operation.lasting else None
         patience = self.settings.settle_timeout_ms / 1000 + _PATIENCE
-        call = self.core.call(operation.start, patience=patience, context=context)
+        call = self.core.call(operation.start, patience=patience, context=context, prompt=operation.prompt)
         call.undo = operation.undo
+        call.orphaned = partial(self._orphaned, operation)
         return call
+
+    def _orphaned(self, operation: Operation[Any]) -> None:
+        fields = {"pull_id": operation.report.pull_id} if operation.report is not None else {}
+        self.log.warning("pull.orphaned", operation=operation.name, reason="the caller's loop has closed", **fields)
 
     def ask_to_stop(self) -> None:
         """Begin to end the threads; `ended` says whether they have."""
@@ -262,7 +266,7 @@ class Engine:
         return self.core.stopped
 
     def close_after_fork(self) -> None:
-        self._tcp.close_after_fork()
+        self._routes.close_after_fork()
         self.core.close_after_fork()
 
     def _bug(self, message: str) -> None:
@@ -275,22 +279,18 @@ class Engine:
 async def awaited(engine: Engine, operation: Operation[T]) -> T:
     """Run an operation from any loop; its last log event is written on this thread."""
     call = engine.call(operation)
-    fields = {"pull_id": operation.report.pull_id} if operation.report is not None else {}
-    call.orphaned = lambda: engine.log.warning(
-        "pull.orphaned", operation=operation.name, reason="the caller's loop has closed", **fields
-    )
-    with _Told(operation, call):
+    with Told(operation, call):
         return await call.result()
 
 
 def blocked(engine: Engine, operation: Operation[T]) -> T:
     """Run an operation and block this thread until it has ended."""
     call = engine.call(operation)
-    with _Told(operation, call):
+    with Told(operation, call):
         return call.wait()
 
 
-class _Told:
+class Told:
     """Around the wait for a call: its log events, and the fields of its error."""
 
     def __init__(self, operation: Operation[Any], call: Call[Any]) -> None:

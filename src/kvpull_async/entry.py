@@ -9,6 +9,7 @@ from kvpull_async.engine import (
     close_bounded,
     live_engines,
 )
+from kvpull_async.layers import LayerPull
 from kvpull_async.managers.manager import Manager, Operation, not_enabled
 from kvpull_async.transport.base import Address
 
@@ -16,6 +17,7 @@ __all__ = [
     "Address",
     "DataDist",
     "Engine",
+    "LayerPull",
     "LinkResult",
     "Manager",
     "Operation",

@@ -5,16 +5,21 @@ They must not contain logic of their own.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, TypeVar
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, Final, NoReturn, TypeVar
 
 from kvpull_async.entry import (
     DataDist,
     Engine,
+    LayerPull,
     Manager,
     Operation,
     awaited,
     not_enabled,
 )
+from kvpull_async.face_layers import LandingLayers
 from kvpull_async.values import (
     BlocksCacheKey,
     Cache,
@@ -28,6 +33,8 @@ from kvpull_async.values import (
 __all__ = ["CacheManager", "KvCacheManager"]
 
 T = TypeVar("T")
+_HELD: Final = 0.001
+"""Seconds of a caller's loop that small pulls may take before others have their turn."""
 
 
 class _Manager:
@@ -36,9 +43,17 @@ class _Manager:
     def __init__(self, datadist: DataDist, kind: str) -> None:
         self._engine: Engine = datadist.engine
         self._manager: Manager = datadist.manager(kind, self)
+        self._held = 0.0
 
-    async def _run(self, operation: Operation[T]) -> T:
-        return await awaited(self._engine, operation)
+    def _run(self, operation: Operation[T]) -> Coroutine[Any, Any, T]:
+        return awaited(self._engine, operation)
+
+    async def _rest(self, began: float) -> None:
+        """Pulls that were done at once held the caller's loop since `began`: now and then it is others' turn."""
+        self._held += time.perf_counter() - began
+        if self._held > _HELD:
+            self._held = 0.0
+            await asyncio.sleep(0)
 
 
 class KvCacheManager(_Manager):
@@ -104,6 +119,34 @@ class KvCacheManager(_Manager):
         `kv_cache.quarantined`: then wait for `settled(kv_cache)` before using or freeing it.
         """
         await self._run(self._manager.pull_cache(cache_key, kv_cache, batch_index, size, kwargs))
+
+    def pull_layers(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        kv_cache: KvCache,
+        batch_index: int = 0,
+        size: int = -1,
+        **kwargs: Any,
+    ) -> LandingLayers:
+        """As `pull_cache`, giving each layer when it has landed. New here: the original has no such call.
+
+            async with manager.pull_layers(key, cache) as layers:
+                async for layer in layers:
+                    ...
+
+        A layer is `tensor_num_per_layer` tensors, its number an int: that of the destination, `dst_layer_range` counts.
+        Layers come in order, each once, when all of their tensors are there; their bytes are final and may be read.
+
+        It is one pull: one request, one deadline, and the key is consumed when all has landed. Entering the block
+        starts both the pull and its deadline; neither waits for the iteration. Leaving early cancels the pull and waits
+        until nothing writes any more.
+
+        Arguments and errors as for `pull_cache`. What needs no table is checked by this call, before the block; the
+        rest is raised by the iteration. Also LLM_PARAM_INVALID for tensors that do not make whole layers; RuntimeError
+        for iterating outside `async with` and for entering twice.
+        """
+        asked = self._manager.pull_layers(cache_key, kv_cache, batch_index, size, kwargs)
+        return LandingLayers(LayerPull(self._engine, asked))
 
     async def pull_blocks(
         self, prompt_cache_key: BlocksCacheKey, decoder_kv_cache: KvCache, prompt_blocks: Any, decoder_blocks: Any,
@@ -216,7 +259,23 @@ class CacheManager(_Manager):
         With remote cache access on, only `CacheKeyByIdAndIndex` is accepted, both caches must be remote accessible,
         and no key is consumed. Differs from the original: offsets work.
         """
-        await self._run(self._manager.pull_cache(cache_key, cache, batch_index, size, kwargs))
+        began = time.perf_counter()
+        if self._manager.pull_now(cache_key, cache, batch_index, size, kwargs):
+            await self._rest(began)
+        else:
+            await self._run(self._manager.pull_cache(cache_key, cache, batch_index, size, kwargs))
+
+    def pull_layers(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        cache: Cache,
+        batch_index: int = 0,
+        size: int = -1,
+        **kwargs: Any,
+    ) -> LandingLayers:
+        """As `KvCacheManager.pull_layers`, in any role; a blocks cache is refused. Expiry is LLM_TIMEOUT."""
+        asked = self._manager.pull_layers(cache_key, cache, batch_index, size, kwargs)
+        return LandingLayers(LayerPull(self._engine, asked))
 
     async def pull_blocks(
         self,

@@ -7,9 +7,12 @@ and ends once, with a reason, in `lost`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
 
 from kvpull_async._deadline import Deadline
+from kvpull_async._prompt import Prompt
 from kvpull_async.observe import Log
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import FrameError, Message
@@ -19,8 +22,11 @@ from kvpull_async.transport.base import ControlChannel
 
 __all__ = ["Answer", "Lane"]
 
-Answer = tuple[frames.Grant, bytes]
+Answer = tuple[frames.Grant, "bytes | memoryview"]
+"""The payload may be a view of a buffer, and is then gone when whoever asked waits for something else."""
 OnMessage = Callable[[Message, bytes], None]
+_SOON: Final = 0.001
+"""Seconds for which a message that nobody waits for may wait for another one."""
 
 
 class Lane:
@@ -36,10 +42,18 @@ class Lane:
         self._heartbeat = heartbeat
         self._silence = silence
         self._on_message: OnMessage | None = None
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: dict[int, Prompt[Answer]] = {}
         self._pongs: dict[int, asyncio.Future[None]] = {}
+        self._checks: dict[bytes, asyncio.Future[bool]] = {}
         self._pings = 0
-        self._reader: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._paused = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._handing = False
+        self.turns = 0
+        """How often something has been handed out."""
+        self._mentioned: list[Message] = []
+        self._soon: asyncio.TimerHandle | None = None
         self._beat: asyncio.TimerHandle | None = None
         self._heard = 0.0
         self._due = 0.0
@@ -59,13 +73,13 @@ class Lane:
         assert isinstance(event, Asked)
         return event.peer
 
-    def welcome(self, *, token: bytes, path: str) -> Peer:
+    def welcome(self, *, token: bytes, offers: Sequence[tuple[str, bytes]] = ()) -> Peer:
         """Let the peer in. LLMException when it sent more before it was answered, which no honest peer does."""
         if self.session.state is not State.DECIDING:
             raise LLMException(
                 "the peer did not wait for the answer to its greeting", status_code=LLMStatusCode.LLM_LINK_FAILED
             )
-        self.session.welcome(token=token, path=path)
+        self.session.welcome(token=token, offers=offers)
         self.channel.post(self.session.take_output())
         ready = self.session.next_event()
         assert isinstance(ready, Ready)
@@ -84,7 +98,9 @@ class Lane:
                     await self._farewell()
                     reason = f"{self.channel.peer} refused: {event.reason}" if event.by_peer else event.reason
                     raise LLMException(reason, status_code=event.status, peer=self.channel.peer)
-                await self._flush()
+                output = self.session.take_output()
+                if output or not self.session.requests:
+                    await self.channel.send(output)
                 if event is not None:
                     return event
                 data = await self.channel.receive()
@@ -110,23 +126,30 @@ class Lane:
 
     def start(self, on_message: OnMessage) -> None:
         """Begin to read. Requests, their ends and acknowledgements go to `on_message`; answers to who asked."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         self._on_message = on_message
         self._heard = loop.time()
         self._due = self._heard + self._heartbeat
-        self._reader = loop.create_task(self._read(), name="kvpull-lane")
         self._beat = loop.call_later(self._heartbeat, self._tick)
+        self._pause()
+        self.channel.deliver(self._arrived, self._ended)
+        self._run(self._live())
+        loop.call_soon(self._go_on)  # first with what came on the heels of the greeting
 
-    def ask(self, request: Callable[[int], frames.Request], tail: bytes) -> tuple[int, bytes, asyncio.Future[Answer]]:
+    def ask(self, request: Callable[[int], frames.Request], tail: bytes) -> tuple[int, bytes, Prompt[Answer]]:
         """Register a request: its id, its bytes (for `send`) and the future of its answer (LLMException: refused)."""
         self._check()
+        if self.channel.ready:
+            self._recall()
+        else:  # what was said before must not be taken back with this
+            self._say()
         request_id = self.session.new_request()
         try:
             self.session.send(request(request_id), tail)
         except FrameError as error:
             self.session.end_request(request_id)
             raise LLMException(str(error), status_code=LLMStatusCode.LLM_PARAM_INVALID) from error
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: Prompt[Answer] = Prompt(loop=self._loop)
         self._answers[request_id] = answer
         return request_id, self.session.take_output(), answer
 
@@ -137,14 +160,42 @@ class Lane:
         if tell:
             self.post(frames.Cancel(request_id))
 
-    def post(self, message: Message, tail: bytes = b"") -> None:
-        """Send a small message without waiting; nothing happens on a connection that is over."""
+    def post(self, message: Message, *tail: bytes | memoryview) -> None:
+        """Send without waiting: a small message, or when the channel is ready. The tail may come in pieces. Nothing
+        happens on a connection that is over.
+        """
         if not self.lost.done() and self.session.state is State.READY:
-            self.session.send(message, tail)
-            self.channel.post(self.session.take_output())
+            self._recall()
+            self.session.send(message, *tail)
+            if tail or not self._handing:  # what is said to what has come goes out together, but does not pile up
+                self._say()
+
+    def mention(self, message: Message) -> None:
+        """Send with the next message, or by itself before long: nobody waits for it."""
+        if not self.lost.done() and self.session.state is State.READY:
+            self._mentioned.append(message)
+            if self._soon is None:
+                self._soon = self._loop.call_later(_SOON, self._say)
+
+    def _recall(self) -> None:
+        """What was mentioned comes before what is said next."""
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+            for message in self._mentioned:
+                self.session.send(message)
+            self._mentioned.clear()
+
+    def _say(self) -> None:
+        """Send what waits to be sent."""
+        self._recall()
+        output = self.session.take_output()
+        if output:
+            self.channel.post(output)
 
     async def send(self, message: Message, tail: bytes = b"") -> None:
         self._check()
+        self._say()  # not what may be taken back with this
         self.session.send(message, tail)
         await self.channel.send(self.session.take_output())
 
@@ -161,57 +212,106 @@ class Lane:
         finally:
             self._pongs.pop(number, None)
 
+    async def check(self, grant_id: bytes) -> bool:
+        """Whether the source has held the memory of a grant until now. One round trip; LLMException when it is lost."""
+        self._check()
+        check: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._checks[grant_id] = check
+        try:
+            await self.send(frames.Check(grant_id))
+            return await check
+        finally:
+            self._checks.pop(grant_id, None)
+
     def abort(self, reason: str = "the link was closed") -> None:
         """Break the connection now; everything that waits on it ends with an LLMException."""
         self._end(self._broken(reason))
-        if self._reader is not None:
-            self._reader.cancel()
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        return [self._reader] if self._reader is not None else []
+        return list(self._tasks)
 
     def _check(self) -> None:
         if self.lost.done():
             raise fresh(self.lost.result())
-        if self.session.state is not State.READY:  # failed, and the reader is about to say why in `lost`
+        if self.session.state is not State.READY:  # failed, and about to say why in `lost`
             raise self._broken("the connection is ending")
 
-    async def _read(self) -> None:
-        loop = asyncio.get_running_loop()
-        reason = "the connection was closed here"
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine, name="kvpull-lane")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _live(self) -> None:
+        """Until it is lost. What comes does not pass here: it is for the loop, whose own end then ends the lane."""
         try:
-            while self._dispatch():
-                await self._flush()
-                if self.session.more:
-                    await asyncio.sleep(0)
-                    self.session.receive(b"")
-                    continue
-                data = await self.channel.receive()
-                self._heard = loop.time()
-                if data:
-                    self.session.receive(data)
-                else:
-                    self.session.receive_eof()
-        except OSError as error:
-            reason = f"the connection broke: {error}"
-        except Exception as error:  # noqa: BLE001  (ends the lane, with the reason in the log)
-            reason = f"internal error while reading: {error!r}"
-            self._log.error("link.bug", peer=self.channel.peer, reason=repr(error))
+            await asyncio.wait([self.lost])
         finally:
-            self._end(self._broken(reason))
+            self._end(self._broken("the connection was closed here"))
+
+    def _arrived(self, data: bytes | memoryview) -> None:
+        self._heard = time.monotonic()
+        self._take(data)
+
+    def _ended(self, error: OSError | None) -> None:
+        if error is not None:
+            self._end(self._broken(f"the connection broke: {error}"))
+        else:
+            self.session.receive_eof()
+            self._dispatch()
+
+    def _take(self, data: bytes | memoryview) -> None:
+        if self.lost.done():
+            return
+        self._handing = True
+        self.turns += 1
+        try:
+            self.session.receive(data)
+            if self._dispatch():
+                self._flush()
+        except Exception as error:  # noqa: BLE001  (ends the lane, with the reason in the log)
+            self._log.error("link.bug", peer=self.channel.peer, reason=repr(error))
+            self._end(self._broken(f"internal error while reading: {error!r}"))
+        finally:
+            self._handing = False
+
+    def _flush(self) -> None:
+        """Send what the session owes. As long as frames are left for the next turn of the loop nothing more is read.
+        The serving side also waits until the peer has read its earlier answers, so that a peer which only asks and
+        never reads cannot make them pile up here.
+        """
+        output = self.session.take_output()
+        if self.channel.ready:
+            if output:
+                self.channel.post(output)
+            if self.session.more:
+                self._pause()
+                self._loop.call_soon(self._go_on)
+        elif output or self.session.more or not self.session.requests:
+            self._pause()
+            self._run(self._wait(output))
+
+    def _pause(self) -> None:
+        self._paused = True
+        self.channel.pause()
+
+    async def _wait(self, output: bytes) -> None:
+        """Until the peer has read, and then go on."""
+        try:
+            await self.channel.send(output)
+        except OSError as error:
+            self._end(self._broken(f"the connection broke: {error}"))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._paused = False
+        self._take(b"")
+        if not self._paused and not self.lost.done():
+            self.channel.resume()
 
     def _broken(self, reason: str, status: LLMStatusCode = LLMStatusCode.LLM_LINK_FAILED) -> LLMException:
         """What was asked and not answered has not happened, so it may be asked again."""
         return LLMException(reason, status_code=status, peer=self.channel.peer, retry_safe=True)
-
-    async def _flush(self) -> None:
-        """Send what the session owes. The serving side also waits until the peer has read its earlier answers, so that
-        a peer which only asks and never reads cannot make them pile up here.
-        """
-        output = self.session.take_output()
-        if output or not self.session.requests:
-            await self.channel.send(output)
 
     def _dispatch(self) -> bool:
         """Hand out what arrived; False when the session has failed."""
@@ -223,22 +323,26 @@ class Lane:
             self._deliver(event.message, event.tail)
         return True
 
-    def _deliver(self, message: Message, tail: bytes) -> None:
+    def _deliver(self, message: Message, tail: bytes | memoryview) -> None:
         if isinstance(message, (frames.Grant, frames.Refuse)):
             answer = self._answers.pop(message.request_id, None)
             if answer is None or answer.done():
                 return
             if isinstance(message, frames.Grant):
-                answer.set_result((message, tail))
+                answer.hand((message, tail if answer.awaited else bytes(tail)))
             else:
                 answer.set_exception(self._refusal(message))
         elif isinstance(message, frames.Pong):
             pong = self._pongs.get(message.number)
             if pong is not None and not pong.done():
                 pong.set_result(None)
+        elif isinstance(message, frames.Checked):
+            check = self._checks.get(message.grant_id)
+            if check is not None and not check.done():
+                check.set_result(message.valid)
         else:
             assert self._on_message is not None
-            self._on_message(message, tail)
+            self._on_message(message, bytes(tail))
 
     def _refusal(self, message: frames.Refuse) -> LLMException:
         status = status_of(message.status)
@@ -263,12 +367,16 @@ class Lane:
     def _end(self, error: LLMException) -> None:
         if self.lost.done():
             return
+        if self.session.state is State.READY:
+            self._say()
+        elif self._soon is not None:
+            self._soon.cancel()
         self.lost.set_result(error)
         self.session.close()
         self.channel.abort()
         if self._beat is not None:
             self._beat.cancel()
-        waiting: list[asyncio.Future[Answer] | asyncio.Future[None]] = [*self._answers.values(), *self._pongs.values()]
+        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *self._pongs.values(), *self._checks.values()]
         self._answers.clear()
         for future in waiting:
             if not future.done():

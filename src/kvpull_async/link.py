@@ -14,16 +14,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvpull_async._deadline import Deadline, absorb
+from kvpull_async.dialling import dial
 from kvpull_async.fifo import Fifo
 from kvpull_async.lane import Lane
-from kvpull_async.linkage import LinkContext, LinkState, Server, connect_error, first, text
+from kvpull_async.linkage import Connection, LinkContext, LinkState, Server, connect_error, first, text
 from kvpull_async.observe import PullReport
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
 from kvpull_async.protocol.session import Peer
 from kvpull_async.registry import Entry
+from kvpull_async.standing import Standings
 from kvpull_async.status import LLMException, LLMStatusCode, fresh
-from kvpull_async.transport.base import Address, DataPath, PathSeed, Transport
+from kvpull_async.transport.base import Address, DataPath
 
 if TYPE_CHECKING:
     from kvpull_async.pull import Pull
@@ -43,8 +45,7 @@ class Link:
     """`address` is None for a link that the peer dialled; only the side that dialled reconnects."""
 
     def __init__(self, context: LinkContext, cluster_id: int, address: Address | None) -> None:
-        self.cluster_id = cluster_id
-        self.address = address
+        self.cluster_id, self.address = cluster_id, address
         self.state = LinkState.NEW
         self.peer: Peer | None = None
         self.created = time.monotonic()
@@ -53,8 +54,7 @@ class Link:
         settings = context.settings
         self.inline_limit = settings.inline_limit
         self.settle_timeout = settings.settle_timeout_ms / 1000
-        self.direct_memory = context.direct_memory
-        self.workers = context.workers
+        self.direct_memory, self.workers = context.direct_memory, context.workers
         self._fifo = Fifo(limit=settings.queue_limit, wait=settings.link_busy_policy == "queue")
         self._active: Pull | None = None
         self._lanes: dict[int, Lane] = {}
@@ -63,6 +63,7 @@ class Link:
         self._unacknowledged: OrderedDict[bytes, frames.Done] = OrderedDict()
         self._flushed: set[asyncio.Future[None]] = set()
         self._bye: asyncio.Future[None] | None = None
+        self.standing = Standings(self._report)
         self._watchers: set[asyncio.Future[LLMException | None]] = set()
         self._poke = asyncio.Event()
         self._reconnecting: asyncio.Task[None] | None = None
@@ -92,6 +93,14 @@ class Link:
     def _own_lane(self) -> int:
         return 0 if self.address is not None else 1
 
+    def enter_now(self, pull: Pull) -> bool:
+        """Take the link's slot if it is free, without waiting."""
+        pull.losses_seen = self._losses
+        self._admit(pull)
+        if self._fifo.claim(pull):
+            self._active = pull
+        return self._active is pull
+
     async def enter(self, pull: Pull) -> None:
         """Take the link's slot, in order of arrival."""
         pull.losses_seen = self._losses
@@ -110,10 +119,22 @@ class Link:
         if pull.losses_seen < self._reborn_after[0]:
             raise fresh(self._reborn_after[1])
 
+    def claim(self, token: object) -> bool:
+        """From any thread: take the slot for a moment, if the link is there and nobody has it or waits for it."""
+        return self.state is LinkState.READY and self._closed_with is None and self._fifo.claim(token)
+
+    def unclaim(self, token: object, loop: asyncio.AbstractEventLoop) -> None:
+        self._fifo.unclaim(token, loop)
+
     def leave(self, pull: Pull) -> None:
         if self._active is pull:
             self._active = None
         self._fifo.release()
+
+    def ready_now(self) -> Lane | None:
+        """The connection to ask on, if it is there and takes a request without waiting."""
+        lane = self._lanes[self._own_lane] if self.state is LinkState.READY else None
+        return lane if lane is not None and not lane.lost.done() and lane.channel.ready else None
 
     async def ready(self, deadline: Deadline) -> Lane:
         """The connection to ask on, reconnecting first if need be. Fails fast when the peer is long gone."""
@@ -133,7 +154,10 @@ class Link:
         if len(self._unacknowledged) > _UNHEARD:
             self._unacknowledged.popitem(last=False)
         if self.state is LinkState.READY:
-            self._lanes[self._own_lane].post(done)
+            self._lanes[self._own_lane].mention(done)
+
+    def _report(self, reads: frames.Read) -> None:
+        self._lanes[self._own_lane].post(reads)
 
     def quarantine(self, entry: Entry, settled: asyncio.Future[None], report: PullReport) -> None:
         entry.quarantine(settled)
@@ -145,51 +169,25 @@ class Link:
     async def connect(self, deadline: Deadline) -> None:
         """Dial, greet, and open both connections. LLMException, OSError or asyncio.TimeoutError."""
         assert self.address is not None
-        transport = self._context.transport_to(self.address)
         self.state = LinkState.CONNECTING
-        lanes: list[Lane] = []
         try:
-            async with deadline.scope():
-                peer = await self._open_lane(transport, lanes, token=b"", deadline=deadline)
-                if peer.cluster_id != self.cluster_id:
-                    raise LLMException(
-                        f"{text(self.address)} is cluster {peer.cluster_id}, not {self.cluster_id} as asked for",
-                        status_code=LLMStatusCode.LLM_LINK_FAILED,
-                    )
-                await self._open_lane(transport, lanes, token=peer.token, deadline=deadline)
+            connection = await dial(self._context, self.cluster_id, self.address, deadline)
         except BaseException:
-            for lane in lanes:
-                lane.abort()
             if self.state is not LinkState.CLOSED:
                 self.state = LinkState.POISONED if self.peer is not None else LinkState.NEW
             raise
         if self._closed_with is not None:  # closed while the last greeting was on its way
-            for lane in lanes:
-                lane.abort()
+            connection.abort()
             raise fresh(self._closed_with)
-        self.adopt(peer, dict(enumerate(lanes)), transport)
+        self.adopt(connection)
 
-    async def _open_lane(self, transport: Transport, lanes: list[Lane], *, token: bytes, deadline: Deadline) -> Peer:
-        assert self.address is not None
-        channel = await transport.dial(self.address)
-        lane = self._context.new_lane(
-            channel, transport, dialer=True, asked=self.cluster_id, lane=len(lanes), token=token
-        )
-        lanes.append(lane)
-        return await lane.dial(deadline)
-
-    def adopt(self, peer: Peer, lanes: dict[int, Lane], transport: Transport) -> None:
+    def adopt(self, connection: Connection) -> None:
         """Take connections that have been greeted, whichever side dialled them."""
+        peer, lanes = connection.peer, connection.lanes
         if self.peer is not None and self.peer.incarnation != peer.incarnation:
             self._reborn()
         self._break()  # a peer that dials again has lost what it had, whether or not this side has noticed
-        dialer = self.address is not None
-        self.peer = peer
-        self._lanes = lanes
-        self._paths = {
-            number: transport.path(PathSeed(peer.token, number, dialer, self.address, self._context.workers))
-            for number in lanes
-        }
+        self.peer, self._lanes, self._paths = peer, lanes, connection.paths
         served = lanes[1 - self._own_lane]
         self._server = self._context.serve(served, self._paths[1 - self._own_lane], peer, self._peer_left)
         served.start(self._server.receive)
@@ -198,7 +196,8 @@ class Link:
             lane.lost.add_done_callback(partial(self._lane_lost, lane))
         self.state, self._trouble = LinkState.READY, None
         self._context.counters.add("links_up")
-        self._log.info("link.up", peer=self.peer_name, path=transport.name, dialled=dialer)
+        dialled, path = self.address is not None, self.path.name
+        self._log.info("link.up", peer=self.peer_name, path=path, why=connection.why, dialled=dialled)
         for done in self._unacknowledged.values():
             lanes[self._own_lane].post(done)
         self._notify(None)
@@ -256,6 +255,7 @@ class Link:
             lane.abort()
         for path in self._paths.values():
             path.abort()
+        self.standing.clear()
         if self._server is not None:
             self._server.abort()
 

@@ -1,4 +1,4 @@
-"""What every link of an engine shares: states, identity, transports, how a lane is made, how a failed connection reads.
+"""What every link of an engine shares: states, identity, routes, how a lane is made, how a failed connection reads.
 
 It must not know how a link lives.
 """
@@ -19,9 +19,9 @@ from kvpull_async.observe import Counters, Log
 from kvpull_async.protocol.frames import Message
 from kvpull_async.protocol.session import Identity, Peer, Session
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, fresh
-from kvpull_async.transport.base import Address, ControlChannel, DataPath, Transport
+from kvpull_async.transport.base import Address, ControlChannel, DataPath, PathKind, PathSeed, Transport
 
-__all__ = ["LinkContext", "LinkState", "Server", "broken", "connect_error", "first", "text"]
+__all__ = ["Connection", "LinkContext", "LinkState", "Route", "Server", "broken", "connect_error", "first", "text"]
 
 
 class LinkState(enum.Enum):
@@ -41,6 +41,36 @@ class Server(Protocol):
 
 
 @dataclass(frozen=True)
+class Route:
+    """A way to reach peers: the transport of the control connections, and the kinds of data path that go with it, best
+    first.
+    """
+
+    transport: Transport
+    kinds: tuple[PathKind, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(kind.name for kind in self.kinds)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What a link is made of once it has been greeted: its lanes by number, the paths beside them, and why these."""
+
+    peer: Peer
+    lanes: dict[int, Lane]
+    paths: dict[int, DataPath]
+    why: str
+
+    def abort(self) -> None:
+        for lane in self.lanes.values():
+            lane.abort()
+        for path in self.paths.values():
+            path.abort()
+
+
+@dataclass(frozen=True)
 class LinkContext:
     """What every link of an engine shares."""
 
@@ -50,24 +80,44 @@ class LinkContext:
     counters: Counters
     workers: Workers
     direct_memory: bool
-    transports: tuple[Transport, ...]
+    routes: tuple[Route, ...]
     serve: Callable[[Lane, DataPath, Peer, Callable[[], None]], Server]
     gone: Callable[[Any], None]
 
-    def transport_to(self, address: Address) -> Transport:
-        """The best transport that reaches the address."""
-        for transport in self.transports:
-            if transport.reaches(address):
-                return transport
-        names = ", ".join(transport.name for transport in self.transports)
+    def route_to(self, address: Address) -> Route:
+        """The best route that reaches the address."""
+        for route in self.routes:
+            if route.transport.reaches(address):
+                return route
+        names = ", ".join(route.transport.name for route in self.routes)
         raise LLMException(f"{text(address)} is out of reach of {names}", status_code=LLMStatusCode.LLM_LINK_FAILED)
 
+    def connected(
+        self, peer: Peer, lanes: dict[int, Lane], kind: PathKind, *, why: str, address: Address | None
+    ) -> Connection:
+        """A link's connection, once both lanes have been greeted. OSError when the path cannot be had after all."""
+        paths: dict[int, DataPath] = {}
+        try:
+            for number, lane in lanes.items():
+                seed = PathSeed(peer.token, number, address is not None, address, self.workers, lane.abort)
+                paths[number] = kind.path(seed)
+        except BaseException:
+            for path in paths.values():
+                path.abort()
+            raise
+        return Connection(peer, lanes, paths, why)
+
     def new_lane(
-        self, channel: ControlChannel, transport: Transport, *, dialer: bool, asked: int = 0, lane: int, token: bytes
+        self,
+        channel: ControlChannel,
+        *,
+        dialer: bool,
+        paths: tuple[str, ...] = (),
+        asked: int = 0,
+        lane: int,
+        token: bytes,
     ) -> Lane:
-        identity = Identity(
-            self.identity.cluster_id, self.identity.incarnation, (transport.name,), self.identity.secret
-        )
+        identity = Identity(self.identity.cluster_id, self.identity.incarnation, paths, self.identity.secret)
         return Lane(
             channel,
             Session(identity, dialer=dialer, asked=asked, lane=lane, token=token),

@@ -7,7 +7,6 @@ since several peers may use one id.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,13 +15,14 @@ from typing import Final
 import anyio
 
 from kvpull_async._deadline import Deadline, absorb
+from kvpull_async.halves import Halves, Refusal
 from kvpull_async.lane import Lane
 from kvpull_async.link import Link
-from kvpull_async.linkage import LinkContext, LinkState, connect_error
+from kvpull_async.linkage import Connection, LinkContext, LinkState, Route, connect_error
 from kvpull_async.protocol.session import Peer
 from kvpull_async.serve import PeerRecord
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
-from kvpull_async.transport.base import Address, ControlChannel, Transport
+from kvpull_async.transport.base import Address, ControlChannel
 
 __all__ = ["Codes", "Links", "Target"]
 
@@ -49,15 +49,6 @@ class Target:
     address: Address | None
 
 
-@dataclass
-class _Half:
-    """A link of which the first connection has been greeted and the second has not come yet."""
-
-    peer: Peer
-    lane: Lane
-    transport: Transport
-
-
 class Links:
     def __init__(self, context: LinkContext, codes: Codes) -> None:
         self._context = context
@@ -65,7 +56,7 @@ class Links:
         self._dialled: dict[int, Link] = {}
         self._dialling: set[int] = set()
         self._incoming: dict[bytes, Link] = {}
-        self._halves: dict[bytes, _Half] = {}
+        self._halves = Halves(context)
         self._records: OrderedDict[bytes, PeerRecord] = OrderedDict()
         self._arrivals: set[asyncio.Future[None]] = set()
         self._closings: set[asyncio.Task[None]] = set()
@@ -85,7 +76,8 @@ class Links:
         dialled = self._dialled.get(cluster_id)
         if dialled is not None:
             return dialled
-        theirs = [link for link in self._incoming.values() if link.cluster_id == cluster_id]
+        incoming = tuple(self._incoming.values())  # small pulls look from other threads
+        theirs = [link for link in incoming if link.cluster_id == cluster_id]
         return max(theirs, key=lambda link: (link.state is LinkState.READY, link.created), default=None)
 
     def record(self, incarnation: bytes) -> PeerRecord:
@@ -193,43 +185,39 @@ class Links:
 
     # -- accepting --------------------------------------------------------------------------------------------------
 
-    async def accept(self, transport: Transport, channel: ControlChannel) -> None:
+    async def accept(self, route: Route, channel: ControlChannel) -> None:
         """Greet a control channel that a peer opened, and make it half a link or complete one."""
         timeout = self._context.settings.handshake_timeout_ms
-        lane = self._context.new_lane(channel, transport, dialer=False, lane=0, token=b"")
+        lane = self._context.new_lane(channel, dialer=False, lane=0, token=b"")
         try:
             peer = await lane.accept(Deadline.after_ms(timeout))
-            kept = await self._admit(peer, lane, transport)
+            await self._admit(peer, lane, route)
         except (LLMException, OSError, asyncio.TimeoutError) as error:
             self._context.counters.add("links_rejected")
             reason = str(error) or f"no greeting within {timeout} ms"
             self._context.log.warning("link.rejected", peer=channel.peer, reason=reason)
-            kept = False
+            lane.abort()
         except BaseException:
             lane.abort()
             raise
-        if not kept:
-            lane.abort()
 
-    async def _admit(self, peer: Peer, lane: Lane, transport: Transport) -> bool:
+    async def _admit(self, peer: Peer, lane: Lane, route: Route) -> None:
         refusal = self._refusal(peer)
-        if refusal is not None:
-            half = self._halves.get(peer.token)
-            if half is not None and half.peer.incarnation == peer.incarnation:
-                self._drop_half(peer.token, refusal[1])
-            await lane.reject(*refusal)
-            raise LLMException(refusal[1], status_code=refusal[0])
-        if peer.lane == 0:
-            token = secrets.token_bytes(16)
-            self._halves[token] = _Half(lane.welcome(token=token, path=transport.name), lane, transport)
-            timeout = self._context.settings.handshake_timeout_ms / 1000
-            asyncio.get_running_loop().call_later(timeout, self._drop_half, token, "its second connection did not come")
-            return True
-        lane.welcome(token=peer.token, path=transport.name)
-        self._install(self._halves.pop(peer.token), lane)
-        return True
+        if refusal is None and peer.lane == 0:
+            refusal = self._halves.begin(peer, lane, route)
+        elif refusal is None:
+            whole = self._halves.complete(peer, lane)
+            if isinstance(whole, Connection):
+                self._install(whole)
+            else:
+                refusal = whole
+        if refusal is None:
+            return
+        self._halves.drop(peer.token, refusal[1], of=peer.incarnation)
+        await lane.reject(*refusal)
+        raise LLMException(refusal[1], status_code=refusal[0])
 
-    def _refusal(self, peer: Peer) -> tuple[LLMStatusCode, str] | None:
+    def _refusal(self, peer: Peer) -> Refusal | None:
         """Why a peer may not link now; None when it may."""
         if self._closed:
             return LLMStatusCode.LLM_ENGINE_FINALIZED, "this engine is being finalized"
@@ -244,24 +232,15 @@ class Links:
             limit = self._context.settings.max_links
             full = len(self.all()) + len(self._halves) >= limit
             return (LLMStatusCode.LLM_LINK_FAILED, f"this engine has {limit} links already") if full else None
-        half = self._halves.get(peer.token)
-        if half is None or half.peer.incarnation != peer.incarnation:
-            return LLMStatusCode.LLM_LINK_FAILED, "the second connection of a link that does not exist"
-        return None
+        return self._halves.refusal(peer)
 
     def _same(self, link: Link, peer: Peer) -> bool:
         """Whether the link goes to that very process, which is not this one."""
         known = link.peer.incarnation if link.peer is not None else b""
         return known == peer.incarnation != self._context.identity.incarnation
 
-    def _drop_half(self, token: bytes, reason: str) -> None:
-        half = self._halves.pop(token, None)
-        if half is not None:
-            self._context.log.warning("link.rejected", peer=half.lane.channel.peer, reason=reason)
-            half.lane.abort(reason)
-
-    def _install(self, half: _Half, lane: Lane) -> None:
-        peer = half.peer
+    def _install(self, connection: Connection) -> None:
+        peer = connection.peer
         for incarnation, old in list(self._incoming.items()):
             if (
                 old.cluster_id == peer.cluster_id
@@ -275,7 +254,7 @@ class Links:
         link = self._incoming.get(peer.incarnation)
         if link is None:
             link = self._incoming[peer.incarnation] = Link(self._context, peer.cluster_id, None)
-        link.adopt(peer, {0: half.lane, 1: lane}, half.transport)
+        link.adopt(connection)
         for arrival in self._arrivals:
             if not arrival.done():
                 arrival.set_result(None)
@@ -347,8 +326,7 @@ class Links:
     async def close(self, deadline: Deadline) -> None:
         """Finalize: end every link, after its acknowledgements had a bounded chance to be heard."""
         self.refuse()
-        for token in list(self._halves):
-            self._drop_half(token, "this engine is being finalized")
+        self._halves.drop_all("this engine is being finalized")
         links = self.all()
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(self._close(link, deadline), name="kvpull-close-link") for link in links]

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import queue
-import secrets
+import random
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
 
@@ -103,8 +102,13 @@ class Log:
     def bind(self, **fields: Any) -> Log:
         return Log(self._events, **{**self._fields, **fields})
 
+    @property
+    def debugging(self) -> bool:
+        """Whether `debug` events are wanted at all."""
+        return structlog.is_configured() or _LOGGER.isEnabledFor(logging.DEBUG)
+
     def debug(self, event: str, **fields: Any) -> None:
-        if structlog.is_configured() or _LOGGER.isEnabledFor(logging.DEBUG):
+        if self.debugging:
             self._put("debug", event, fields)
 
     def info(self, event: str, **fields: Any) -> None:
@@ -124,16 +128,26 @@ class Log:
 
 
 class Counters:
-    """What happened since `init`, by name. Changed by the core's thread only; `snapshot` may be called anywhere."""
+    """What happened since `init`, by name. `add` is for the core's thread only, the rest for any."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._elsewhere: Counter[str] = Counter()
+        self._lock = threading.Lock()  # protects _elsewhere
 
     def add(self, name: str, amount: int = 1) -> None:
         self._counts[name] += amount
 
+    def add_elsewhere(self, amounts: Mapping[str, int]) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._elsewhere[name] += amount
+
     def snapshot(self) -> dict[str, int]:
-        return dict(self._counts)
+        with self._lock:
+            merged = Counter(self._counts)
+            merged.update(self._elsewhere)
+            return dict(merged)
 
 
 @dataclass
@@ -150,19 +164,25 @@ class PullReport:
     started: float = field(default_factory=time.monotonic)
     phases: dict[str, float] = field(default_factory=dict)
     cancelled_late: bool = False
+    ended: float | None = None
+    """Set where the caller hears of the end later than it came, at a time of its own choosing."""
+    _phase: str = ""
+    _entered: float = 0.0
 
     @property
     def elapsed_ms(self) -> float:
-        return (time.monotonic() - self.started) * 1000
+        return ((time.monotonic() if self.ended is None else self.ended) - self.started) * 1000
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to the phase of that name: queue, connect, request, copy or settle."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.phases[name] = self.phases.get(name, 0.0) + (time.monotonic() - began) * 1000
+    def enter(self, phase: str) -> None:
+        """From now on the time counts for this phase: queue, connect, request, copy or settle."""
+        now = time.monotonic()
+        if self._phase:
+            self.phases[self._phase] = self.phases.get(self._phase, 0.0) + (now - self._entered) * 1000
+        self._phase, self._entered = phase, now
+
+    def leave(self) -> None:
+        """No phase any more."""
+        self.enter("")
 
     def fields(self) -> dict[str, Any]:
         """Stable field names of every `pull.*` event."""
@@ -203,7 +223,7 @@ class PullReport:
 
 
 def new_pull_id() -> str:
-    return secrets.token_hex(8)
+    return f"{random.getrandbits(64):016x}"  # a name, no secret
 
 
 def json_lines(stream: TextIO | None = None, *, level: str = "INFO") -> None:

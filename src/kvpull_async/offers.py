@@ -37,6 +37,8 @@ class Offer:
     plan: Callable[[], NDArray[np.int64]]
     tensors: range
     per_tensor: int
+    start: int = 0
+    """Where in each tensor the bytes begin, unless they are blocks."""
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +108,7 @@ def _entry(request: frames.Request, entry: Entry, binding: Binding | None, tenso
         offset=request.offset,
         size=request.size,
     )
-    return Offer(entry, binding, segments, tensors, request.size)
+    return Offer(entry, binding, segments, tensors, request.size, index * entry.entry_nbytes + request.offset)
 
 
 def _sliced(request: frames.Request, entry: Entry, binding: Binding | None, tensors: range, index: int) -> Offer:
@@ -118,7 +120,7 @@ def _sliced(request: frames.Request, entry: Entry, binding: Binding | None, tens
         raise _invalid(f"blocks of {block} bytes are larger than the source's batch entry of {held} bytes")
     nbytes = min(held, request.blocks * block)
     segments = partial(plan.entry_segments, tensors, entry=index, entry_nbytes=held, offset=0, size=nbytes)
-    return Offer(entry, binding, segments, tensors, nbytes)
+    return Offer(entry, binding, segments, tensors, nbytes, index * held)
 
 
 def _blocks(request: frames.Request, tail: bytes, entry: Entry, tensors: range) -> Offer:

@@ -21,10 +21,12 @@ __all__ = [
     "block_segments",
     "check_block_pairs",
     "check_bounds",
+    "cut",
     "entry_segments",
     "layer_tensors",
     "merge",
     "pair",
+    "run_segments",
     "slice_segments",
     "total",
 ]
@@ -80,7 +82,11 @@ def entry_segments(tensors: range, *, entry: int, entry_nbytes: int, offset: int
         raise _invalid(f"{size} bytes from offset {offset} on do not lie inside a batch entry of {entry_nbytes} bytes")
     if entry < 0:
         raise _invalid(f"batch entry {entry} does not exist")
-    start = entry * entry_nbytes + offset
+    return run_segments(tensors, start=entry * entry_nbytes + offset, size=size)
+
+
+def run_segments(tensors: range, *, start: int, size: int) -> Segments:
+    """One row per tensor: ``size`` bytes from byte ``start`` of the tensor on."""
     _require_int64(start + size)
     return _for_each_tensor(tensors, np.array([start], dtype=np.int64), np.array([size], dtype=np.int64))
 
@@ -143,6 +149,8 @@ def pair(src: Segments, dst: Segments) -> NDArray[np.int64]:
     """
     _require_same_total(src, dst)
     src, dst = _with_bytes(src), _with_bytes(dst)
+    if np.array_equal(src[:, 2], dst[:, 2]):  # cut alike, as most are
+        return np.concatenate((src[:, :2], dst), axis=1)
     src_ends, dst_ends = np.cumsum(src[:, 2]), np.cumsum(dst[:, 2])
     ends = _union(src_ends, dst_ends)
     starts = np.zeros_like(ends)
@@ -152,6 +160,20 @@ def pair(src: Segments, dst: Segments) -> NDArray[np.int64]:
     pairs[:, 2:4] = _locate(dst, dst_ends, starts)
     pairs[:, 4] = ends - starts
     return pairs
+
+
+def cut(pairs: NDArray[np.int64], *, limit: int) -> NDArray[np.int64]:
+    """The same rows of ``pair``, those of more than ``limit`` bytes cut into several."""
+    lengths = pairs[:, 4]
+    if not len(pairs) or int(lengths.max()) <= limit:
+        return pairs
+    pieces = -(-lengths // limit)
+    rows = np.repeat(pairs, pieces, axis=0)
+    done = (np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
+    rows[:, 1] += done
+    rows[:, 3] += done
+    rows[:, 4] = np.minimum(rows[:, 4] - done, limit)
+    return rows
 
 
 def check_bounds(segments: Segments, *, tensors: int, tensor_nbytes: int) -> None:

@@ -9,18 +9,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._prompt import Prompt, by_hand
 from kvpull_async._workers import Job
 from kvpull_async.linkage import broken
 from kvpull_async.memory.base import FEW_ROWS, Batches, Span, copy_batches, lend_bytes
 from kvpull_async.observe import PullReport
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Entry, Pin
+from kvpull_async.standing import Offered
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, fresh
-from kvpull_async.transport.base import DataPath, Transfer, moved
+from kvpull_async.transport.base import DataPath, Segments, Transfer, moved
 
 if TYPE_CHECKING:
     from kvpull_async.lane import Answer, Lane
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Pull", "Wanted"]
 
 _LEAST: Final = 0.02
+_TINY: Final = 128 * 1024
+"""Most bytes copied with the interpreter lock held: giving it up would take longer."""
 _NOTICE: Final = 0.5
 """Seconds within which the loss of a whole connection shows, once a part of it has broken."""
 
@@ -37,20 +41,27 @@ GRACE: Final = 0.07
 for crossing back to the caller."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Wanted:
     """What a manager asks of a link. `land` turns a grant into the pieces to fill and their number of bytes, and
-    refuses a grant that does not fit; `span` says where in memory they lie.
+    refuses a grant that does not fit; `span` says where in memory they lie, `reading` which rows of the source they
+    are. `open_cache` is the id of a remote cache that may be read without asking once the source lets this side, and
+    `known` what it would grant, or None when it has to be asked.
     """
 
     request: Callable[[int, int], frames.Request]
     table: bytes
     at_most: int
     land: Callable[[frames.Grant], tuple[Batches, int]]
+    reading: Callable[[frames.Grant], Callable[[], Segments]]
     span: Callable[[frames.Grant], Span]
+    known: Callable[[Offered], frames.Grant | None]
+    open_cache: int | None
     entry: Entry
     deadline: Deadline
     report: PullReport
+    pieces: Callable[[], list[memoryview] | None] = lambda: None
+    """Asked for while the source answers: the part of each tensor that is filled by `at_most` bytes, or None."""
 
 
 class Pull:
@@ -69,70 +80,157 @@ class Pull:
         self._lane: Lane | None = None
         self._path: DataPath | None = None
         self._request_id: int | None = None
-        self._answer: asyncio.Future[Answer] | None = None
+        self._answer: Prompt[Answer] | None = None
         self._transfer: Transfer | None = None
+        self._expired = False
+        self._pieces: list[memoryview] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._committed = False
 
     async def run(self) -> None:
-        self._task = asyncio.current_task()
+        """A small pull needs no task: see `by_hand`."""
         unsafe = False
+        self._loop = loop = asyncio.get_running_loop()
+        timer = loop.call_at(self._wanted.deadline.at, self._interrupt)
         try:
-            async with self._wanted.deadline.scope():
-                await self._steps()
+            self._begin()
+            await self._until(self._answer)
+            await self._steps()
         except BaseException as error:
+            timer.cancel()
             unsafe = await self._clean_up()
-            if isinstance(error, asyncio.CancelledError) and self._stop is None:
+            if isinstance(error, asyncio.CancelledError) and self._stop is None and not self._expired:
                 raise
             raise self._explain(error, unsafe) from _cause(error)
         finally:
+            timer.cancel()
+            self._pieces = None
+            self._wanted.report.leave()
             if self._pin is not None:
                 self._pin.release()
             if self._holds_slot:
                 self._link.leave(self)
 
+    async def _until(self, answer: Prompt[Answer] | None) -> None:
+        """Wait for the answer if that needs no task, else for a task."""
+        await by_hand(answer)
+        self._task = asyncio.current_task(self._loop)
+        if self._stop is not None or self._expired:  # meanwhile
+            raise asyncio.CancelledError
+
     def stop(self, error: LLMException) -> None:
         """End the pull with `error`, wherever it waits. Never waits itself."""
         if self._stop is None and not self._committed:
             self._stop = error
-            if self._task is not None:
-                self._task.cancel()
+            self._cancel()
+
+    def _interrupt(self) -> None:
+        """The deadline has passed."""
+        self._expired = True
+        self._cancel()
+
+    def _cancel(self) -> None:
+        """End whichever wait is going on."""
+        if self._task is not None:
+            self._task.cancel()
+        elif self._answer is not None:
+            self._answer.cancel()
 
     # -- the way there ----------------------------------------------------------------------------------------------
 
+    def _begin(self) -> None:
+        """As far as it gets without waiting: a small pull on an idle link up to its request."""
+        wanted, link, report = self._wanted, self._link, self._wanted.report
+        report.enter("queue")
+        if wanted.entry.quarantined or not link.enter_now(self):
+            return
+        self._holds_slot = True
+        self._claim_destination()
+        lane = link.ready_now() if wanted.at_most <= link.inline_limit else None
+        if lane is not None and self._known() is None:
+            report.enter("connect")
+            self._use(lane, link.path)
+            lane.channel.post(self._ask(lane))
+            self._prepare()
+
     async def _steps(self) -> None:
         wanted, link, report = self._wanted, self._link, self._wanted.report
-        with report.phase("queue"):
+        if not self._holds_slot:
             await self._quarantine_over()  # outside the link's slot, which others need meanwhile
             await link.enter(self)
             self._holds_slot = True
-            await self._claim_destination()
-        with report.phase("connect"):
-            self._lane, self._path = lane, path = await self._connected()
-            report.peer, report.path = link.peer_name, path.name
-        with report.phase("request"):
-            self._request_id, data, self._answer = lane.ask(
-                lambda number: wanted.request(number, wanted.deadline.remaining_ms), wanted.table
-            )
-            await lane.channel.send(data)
-            grant, payload = await self._answer
-        with report.phase("copy"):
-            landing, nbytes = wanted.land(grant)
+            await self._quarantine_over()
+            self._claim_destination()
+        grant, payload = await (self._granted() if self._answer is None else self._answer)
+        if wanted.deadline.expired:  # a core that was held up may see the answer before the timer
+            raise asyncio.TimeoutError
+        report.enter("copy")
+        if grant.inline and self._pieces is not None and self._fits(grant, payload):
+            _fill(self._pieces, payload)
+            report.bytes = len(payload)
+        else:
+            landing, report.bytes = wanted.land(grant)
+            payload = bytes(payload)
+            if self._task is None:
+                await self._until(None)
             if grant.inline:
-                await self._land(landing, payload, nbytes, rows=grant.tensors * len(wanted.table) // 8)
+                await self._land(landing, payload, report.bytes, rows=grant.tensors * len(wanted.table) // 8)
             else:
-                path.expect(grant.grant_id, grant.ticket, wanted.span(grant))
-                self._transfer = path.fetch(grant.grant_id, landing, nbytes)
-                await moved(self._transfer)
-        report.bytes = nbytes
-        self._commit(grant)
+                await self._fetch(grant, landing, report.bytes)
+        self._commit(grant, self._path)
+
+    async def _granted(self) -> Answer:
+        self._wanted.report.enter("connect")
+        lane, path = await self._connected()
+        self._use(lane, path)
+        grant = self._known()
+        if grant is not None:
+            return grant, b""
+        data = self._ask(lane)
+        await lane.channel.send(data)
+        self._prepare()
+        assert self._answer is not None
+        return await self._answer
+
+    def _known(self) -> frames.Grant | None:
+        """What the source would grant, where it lets this side read without asking."""
+        cache_id = self._wanted.open_cache
+        offered = None if cache_id is None else self._link.standing.find(cache_id)
+        return None if offered is None else self._wanted.known(offered)
+
+    def _use(self, lane: Lane, path: DataPath) -> None:
+        report = self._wanted.report
+        self._lane, self._path = lane, path
+        report.peer, report.path = self._link.peer_name, path.name
+        report.enter("request")
+
+    def _ask(self, lane: Lane) -> bytes:
+        """Register the request: the bytes to be sent."""
+        wanted = self._wanted
+        self._request_id, data, self._answer = lane.ask(
+            lambda number: wanted.request(number, wanted.deadline.remaining_ms), wanted.table
+        )
+        return data
+
+    async def _fetch(self, grant: frames.Grant, landing: Batches, nbytes: int) -> None:
+        wanted, lane, path = self._wanted, self._lane, self._path
+        assert lane is not None
+        assert path is not None
+        span, unproven = wanted.span(grant), grant.ticket is not None and path.unproven(grant.ticket)
+        if unproven:
+            span = replace(span, landed=None)  # nothing is final before the source has said so
+        path.expect(grant.grant_id, grant.ticket, wanted.reading(grant), span)
+        self._transfer = path.fetch(grant.grant_id, landing, nbytes)
+        await moved(self._transfer)
+        if unproven:
+            await self._prove(lane, grant)
 
     async def _quarantine_over(self) -> None:
         entry = self._wanted.entry
         if entry.quarantined and not await entry.idle(self._wanted.deadline, writers_only=True):
             raise asyncio.TimeoutError
 
-    async def _claim_destination(self) -> None:
-        await self._quarantine_over()
+    def _claim_destination(self) -> None:
         entry = self._wanted.entry
         if not entry.alive:
             raise LLMException(f"cache {entry.cache_id} was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
@@ -162,18 +260,44 @@ class Pull:
             raise ConnectionError(
                 f"the grant is for {nbytes} bytes, {len(payload)} came with it, {self._link.inline_limit} may"
             )
-        steps = copy_batches(lend_bytes(payload), landing)
-        if self._link.direct_memory and rows <= FEW_ROWS:
-            _exhaust(steps)  # at most inline_limit bytes: shorter than handing it to a thread
-        else:
-            self._transfer = job = Job(self._link.workers, steps)
+        if not (self._link.direct_memory and rows <= FEW_ROWS):
+            self._transfer = job = Job(self._link.workers, copy_batches(lend_bytes(payload), landing))
             await moved(job)
+        else:  # at most inline_limit bytes: shorter than handing it to a thread
+            _exhaust(copy_batches(lend_bytes(payload), landing))
 
-    def _commit(self, grant: frames.Grant) -> None:
+    def _prepare(self) -> None:
+        """While the source looks for what was asked."""
+        if self._wanted.at_most <= min(self._link.inline_limit, _TINY):
+            self._pieces = self._wanted.pieces()
+
+    def _fits(self, grant: frames.Grant, payload: bytes | memoryview) -> bool:
+        """Whether the answer is for just the bytes that were asked for."""
+        assert self._pieces is not None
+        asked = self._wanted.at_most
+        return len(self._pieces) == grant.tensors and grant.tensors * grant.per_tensor == len(payload) == asked
+
+    async def _prove(self, lane: Lane, grant: frames.Grant) -> None:
+        """The bytes are right only if the source still holds the memory that they were read from."""
+        if not await lane.check(grant.grant_id):
+            raise LLMException(
+                "the source took its cache away while it was being read",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+                retry_safe=True,
+            )
+
+    def _commit(self, grant: frames.Grant, path: DataPath | None) -> None:
         """No step between the last byte and this may wait: afterwards the pull has happened."""
         self._committed = True
+        report, cache_id = self._wanted.report, self._wanted.open_cache
         if grant.wants_done:
-            self._link.tell_done(frames.Done(grant.grant_id, self._wanted.report.pull_id))
+            self._link.tell_done(frames.Done(grant.grant_id, report.pull_id))
+        if self._request_id is None:
+            self._link.standing.note(cache_id or 0, report.bytes, report.pull_id)
+        elif path is not None and cache_id is not None and grant.ticket is not None and grant.entry_nbytes:
+            memory = path.standing(grant.ticket)
+            if memory is not None:
+                self._link.standing.remember(cache_id, Offered(grant.ticket, grant.entry_nbytes, memory))
 
     def _cut(self) -> None:
         self.stop(
@@ -194,8 +318,8 @@ class Pull:
             self._path.give_up()
         if transfer is not None:
             transfer.abort()
-            with self._wanted.report.phase("settle"):
-                unsafe = not await absorb([transfer.settled], self._bound())
+            self._wanted.report.enter("settle")
+            unsafe = not await absorb([transfer.settled], self._bound())
             if unsafe:
                 self._link.quarantine(self._wanted.entry, transfer.settled, self._wanted.report)
         return unsafe
@@ -219,7 +343,9 @@ class Pull:
             _uncancel(self._task)
         elif isinstance(error, LLMException):
             known = error
-        elif isinstance(error, asyncio.TimeoutError):
+        elif isinstance(error, (asyncio.TimeoutError, asyncio.CancelledError)):
+            if isinstance(error, asyncio.CancelledError):
+                _uncancel(self._task)
             known = LLMTimeoutError(f"the deadline of {self._budget_ms()} ms passed {self._where()}", retry_safe=True)
         elif isinstance(error, OSError):
             known = broken(error, self._lane, self._link.peer_name)
@@ -245,6 +371,14 @@ class Pull:
 
     def __repr__(self) -> str:
         return f"<Pull {self._wanted.report.pull_id} slot={self._holds_slot} request={self._request_id}>"
+
+
+def _fill(pieces: list[memoryview], payload: bytes | memoryview) -> None:
+    at = 0
+    for piece in pieces:
+        end = at + len(piece)
+        piece[:] = payload[at:end]
+        at = end
 
 
 def _exhaust(steps: Generator[int, None, None]) -> None:

@@ -1,4 +1,4 @@
-"""This node's caches: ids, keys, references, pins, quarantine. It must not know links, frames or threads.
+"""This node's caches: by id, by key, and who may have them. It must not know links, frames or threads.
 
 Used by the core's loop only; every change is synchronous, so no one sees a half-changed table. A cache lives while its
 id (until it is deallocated) or one of its keys refers to it, and its memory stays while anything is pinned.
@@ -6,176 +6,18 @@ id (until it is deallocated) or one of its keys refers to it, and its memory sta
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import heapq
 import itertools
 import queue
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
-from kvpull_async._deadline import Deadline
+from kvpull_async.held import Binding, Entry, KeyId, Pin
 from kvpull_async.memory.base import Allocation, MemoryBackend, Region
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import BlocksCacheKey, CacheDesc, CacheKey
 
 __all__ = ["Binding", "Entry", "Pin", "Registry"]
-
-KeyId = tuple[str, int, int]
-"""A key as the tables hold it: "request" or "prefix", its id, the model id."""
-
-
-class Pin:
-    """One use of an entry's memory: a transfer that reads it (source) or writes it (destination).
-
-    `cut` is called when the entry is being taken away; it must not wait or raise, and release the pin soon.
-    """
-
-    def __init__(self, entry: Entry, cut: Callable[[], object]) -> None:
-        self.cut = cut
-        self._entry = entry
-
-    def release(self) -> None:
-        """May be called twice."""
-        self._entry.unpin(self)
-        self.cut = _nothing  # it belongs to whoever holds this pin: together they would wait for the garbage collector
-
-
-@dataclass(eq=False)
-class Binding:
-    """A key bound to one batch entry. `generation` is never reused, so that a late DONE cannot consume a later key."""
-
-    entry: Entry
-    index: int
-    key: KeyId
-    generation: int
-    missing: set[int] = field(default_factory=set)
-    """Tensors nobody has pulled yet; the key is consumed when none is left."""
-
-
-class Entry:
-    """One cache. Also what a `Cache` or `KvCache` handle is bound to."""
-
-    def __init__(
-        self,
-        cache_id: int,
-        desc: CacheDesc,
-        regions: tuple[Region, ...],
-        *,
-        backend: MemoryBackend,
-        blocks: bool,
-        allocation: Allocation | None,
-        remote_accessible: bool,
-        dropped: Callable[[int], None],
-    ) -> None:
-        self.cache_id = cache_id
-        self.desc = desc
-        self.entry_nbytes = desc.entry_nbytes
-        self.regions = regions
-        self.blocks = blocks
-        self.allocation = allocation
-        self.remote_accessible = remote_accessible
-        self.alive = True
-        """Whether the id still refers to it, that is, until it is deallocated or unregistered."""
-        self.bindings: dict[int, Binding] = {}
-        self.blocks_model: int | None = None
-        self._backend = backend
-        self._dropped = dropped
-        self._pins: set[Pin] = set()
-        self._abandoned = False
-        self._quarantine: set[asyncio.Future[None]] = set()
-        self._waiters: set[asyncio.Future[None]] = set()
-        self._gone: Callable[[Entry], None] | None = None
-
-    @property
-    def registered(self) -> bool:
-        """Whether the memory belongs to the caller."""
-        return self.allocation is None
-
-    @property
-    def quarantined(self) -> bool:
-        """Whether something may still write here although its caller has gone on."""
-        return bool(self._quarantine) or (self._abandoned and bool(self._pins))
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._pins) or bool(self._quarantine)
-
-    @property
-    def referenced(self) -> bool:
-        return self.alive or bool(self.bindings)
-
-    def views(self) -> list[memoryview]:
-        """LLM_KV_CACHE_NOT_EXIST once it is released: registered memory may then be gone."""
-        if not self.alive:
-            raise LLMException(f"cache {self.cache_id} was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
-        return self._backend.views(self.regions)
-
-    def dropped(self) -> None:
-        self._dropped(self.cache_id)
-
-    def pin(self, cut: Callable[[], object]) -> Pin:
-        pin = Pin(self, cut)
-        self._pins.add(pin)
-        return pin
-
-    def unpin(self, pin: Pin) -> None:
-        self._pins.discard(pin)
-        if not self._pins:
-            self._abandoned = False
-        self._wake()
-
-    def abandon(self) -> None:
-        """From any thread: a caller stops waiting for its pull to settle, so that what is pinned is quarantined."""
-        self._abandoned = bool(self._pins)
-
-    def quarantine(self, settled: asyncio.Future[None]) -> None:
-        """Something may write here until `settled`; the memory is kept until then."""
-        self._quarantine.add(settled)
-        settled.add_done_callback(self._settled)
-
-    def cut_pins(self) -> None:
-        for pin in tuple(self._pins):
-            pin.cut()
-
-    async def idle(self, deadline: Deadline, *, writers_only: bool = False) -> bool:
-        """Wait until nothing is pinned or quarantined (or, with `writers_only`, only the latter); False when the
-        deadline came first.
-        """
-        while self.quarantined if writers_only else self.busy:
-            if deadline.expired:
-                return False
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.add(waiter)
-            try:
-                await asyncio.wait([waiter], timeout=deadline.remaining)
-            finally:
-                self._waiters.discard(waiter)
-        return True
-
-    def when_unused(self, gone: Callable[[Entry], None]) -> None:
-        """Call `gone` once nothing refers to or uses the entry; at once when that is so already."""
-        self._gone = gone
-        self._wake()
-
-    def _settled(self, settled: asyncio.Future[None]) -> None:
-        self._quarantine.discard(settled)
-        self._wake()
-
-    def _wake(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        if self._gone is not None and not self.referenced and not self.busy:
-            gone, self._gone = self._gone, None
-            gone(self)
-
-    def __repr__(self) -> str:
-        kind = "blocks" if self.blocks else "cache"
-        return (
-            f"<Entry {self.cache_id} {kind} keys={len(self.bindings)} pins={len(self._pins)}"
-            f"{'' if self.alive else ' released'}{' quarantined' if self.quarantined else ''}>"
-        )
 
 
 class Registry:
@@ -256,7 +98,7 @@ class Registry:
         """The id is given up. Keys of an allocated cache keep it until they are consumed or removed; a registered
         cache and a blocks cache lose theirs at once.
         """
-        entry.alive = False
+        entry.end()
         if entry.blocks or entry.registered:
             for binding in list(entry.bindings.values()):
                 self._unbind(binding)
@@ -353,15 +195,15 @@ class Registry:
             entry.when_unused(self._forget)
 
     def _forget(self, entry: Entry) -> None:
-        if self._entries.pop(entry.cache_id, None) is not None and entry.allocation is not None:
+        if self._entries.pop(entry.cache_id, None) is None:
+            return
+        if entry.allocation is not None:
             self.backend.free(entry.allocation)
+        else:
+            self.backend.disown(entry.regions)
 
     def __repr__(self) -> str:
         return f"<Registry caches={len(self._entries)} keys={len(self._keys)} blocks={len(self._blocks)}>"
-
-
-def _nothing() -> None:
-    """What cutting a released pin does."""
 
 
 def key_id(key: CacheKey) -> KeyId:

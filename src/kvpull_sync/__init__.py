@@ -28,6 +28,7 @@ from kvpull_async import (
     TensorDesc,
     TransferConfig,
     TransferWithCacheKeyConfig,
+    allocate_shared,
 )
 from kvpull_sync.face import CacheManager, KvCacheManager, LLMDataDist
 
@@ -60,6 +61,7 @@ __all__ = [
     "TensorDesc",
     "TransferConfig",
     "TransferWithCacheKeyConfig",
+    "allocate_shared",
     "install_as_llm_datadist",
 ]
 

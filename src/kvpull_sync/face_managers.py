@@ -19,11 +19,13 @@ from kvpull_async import (
 from kvpull_async.entry import (
     DataDist,
     Engine,
+    LayerPull,
     Manager,
     Operation,
     blocked,
     not_enabled,
 )
+from kvpull_sync.face_layers import LandingLayers
 
 __all__ = ["CacheManager", "KvCacheManager"]
 
@@ -76,6 +78,18 @@ class KvCacheManager(_Manager):
     ) -> None:
         """As `kvpull_async.KvCacheManager.pull_cache`, blocking."""
         self._run(self._manager.pull_cache(cache_key, kv_cache, batch_index, size, kwargs))
+
+    def pull_layers(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        kv_cache: KvCache,
+        batch_index: int = 0,
+        size: int = -1,
+        **kwargs: Any,
+    ) -> LandingLayers:
+        """As `kvpull_async.KvCacheManager.pull_layers`, blocking: an iterator and context manager."""
+        asked = self._manager.pull_layers(cache_key, kv_cache, batch_index, size, kwargs)
+        return LandingLayers(LayerPull(self._engine, asked))
 
     def pull_blocks(
         self, prompt_cache_key: BlocksCacheKey, decoder_kv_cache: KvCache, prompt_blocks: Any, decoder_blocks: Any,
@@ -168,7 +182,20 @@ class CacheManager(_Manager):
         **kwargs: Any,
     ) -> None:
         """As `kvpull_async.CacheManager.pull_cache`, blocking."""
-        self._run(self._manager.pull_cache(cache_key, cache, batch_index, size, kwargs))
+        if not self._manager.pull_now(cache_key, cache, batch_index, size, kwargs):
+            self._run(self._manager.pull_cache(cache_key, cache, batch_index, size, kwargs))
+
+    def pull_layers(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        cache: Cache,
+        batch_index: int = 0,
+        size: int = -1,
+        **kwargs: Any,
+    ) -> LandingLayers:
+        """As `kvpull_async.CacheManager.pull_layers`, blocking: an iterator and context manager."""
+        asked = self._manager.pull_layers(cache_key, cache, batch_index, size, kwargs)
+        return LandingLayers(LayerPull(self._engine, asked))
 
     def pull_blocks(
         self,

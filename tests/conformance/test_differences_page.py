@@ -46,7 +46,7 @@ async def what_comes_later(f: Scene) -> None:
 @rule(NEW, differs="not-in-this-version", **NOTHING)
 async def options_that_come_later(f: Scene) -> None:
     node = f.api.package.LLMDataDist(LLMRole.MIX, 1)
-    later = [{"llm.TransferBackend": name} for name in ("shm", "nixl", "mooncake")] + [{"kvpull.DeviceBackend": "acl"}]
+    later = [{"llm.TransferBackend": name} for name in ("nixl", "mooncake")] + [{"kvpull.DeviceBackend": "acl"}]
     for options in later:
         error = await failure(lambda options=options: f.api.do(node.init, options))  # type: ignore[misc]
         assert is_error(error, LATER), (options, error)

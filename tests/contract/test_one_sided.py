@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvpull_async import CacheKey, plan
@@ -13,7 +12,7 @@ from kvpull_async._workers import Job
 from kvpull_async.memory.base import Batches, Span
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.observe import Log
-from kvpull_async.transport.base import DataPath, PathSeed, Transport
+from kvpull_async.transport.base import DataPath, PathSeed, Segments, Transport
 from kvpull_async.transport.inproc import InprocPath, InprocTransport
 from tests import duo
 
@@ -26,24 +25,25 @@ class ReadingPath(InprocPath):
     def __init__(self, seed: PathSeed) -> None:
         super().__init__(seed)
         self._memory = HostMemory()
-        self._expected: dict[bytes, tuple[bytes, Span]] = {}
+        self._expected: dict[bytes, tuple[bytes, Callable[[], Segments], Span]] = {}
 
     def describe(self, grant_id: bytes, span: Span) -> bytes:
-        return msgspec.msgpack.encode([(r.address, r.nbytes) for r in span.regions] + [span.rows().tolist()])
+        return msgspec.msgpack.encode([(region.address, region.nbytes) for region in span.regions])
 
-    def expect(self, grant_id: bytes, ticket: bytes, span: Span) -> None:
-        self._expected[grant_id] = ticket, span
+    def expect(self, grant_id: bytes, ticket: bytes | None, reading: Callable[[], Segments], span: Span) -> None:
+        assert ticket is not None
+        self._expected[grant_id] = ticket, reading, span
 
     def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> Job:
         landing.close()
         return Job(self._workers, self._read(*self._expected.pop(grant_id)))
 
-    def _read(self, ticket: bytes, span: Span) -> Generator[int, None, None]:
-        *regions, rows = msgspec.msgpack.decode(ticket)
+    def _read(self, ticket: bytes, reading: Callable[[], Segments], span: Span) -> Generator[int, None, None]:
+        regions = msgspec.msgpack.decode(ticket)
         source = [self._memory.adopt([a], tensor_nbytes=n, placement=span.regions[0].placement)[0] for a, n in regions]
-        reading, writing = self._memory.views(source), self._memory.views(span.regions)
-        for src, at, dst, to, n in plan.pair(np.array(rows, np.int64).reshape(-1, 3), span.rows()).tolist():
-            writing[dst][to : to + n] = reading[src][at : at + n]
+        theirs, ours = self._memory.views(source), self._memory.views(span.regions)
+        for src, at, dst, to, n in plan.pair(reading(), span.rows()).tolist():
+            ours[dst][to : to + n] = theirs[src][at : at + n]
             yield n
 
 
@@ -56,7 +56,7 @@ async def test_an_engine_that_copies_by_itself_needs_no_more_than_the_contract(m
     def transport(log: Log) -> Transport:
         return ReadingTransport(log)
 
-    monkeypatch.setattr("kvpull_async.engine.InprocTransport", transport)
+    monkeypatch.setattr("kvpull_async.routes.InprocTransport", transport)
     async with duo.duo(transport="inproc") as pair:
         await pair.publish(duo.BIG)
         cache = await pair.destination(duo.BIG)

@@ -8,7 +8,8 @@ from kvpull_async.memory.base import MemoryBackend
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.observe import Log
 from kvpull_async.testing.contracts import ControlContract, DataPathContract
-from kvpull_async.testing.faults import Faults, FaultyTransport, StubbornTransport
+from kvpull_async.testing.faults import Faults, FaultyTransport
+from kvpull_async.testing.stubborn import StubbornTransport
 from kvpull_async.transport.base import Transport
 from kvpull_async.transport.inproc import InprocTransport
 from kvpull_async.transport.tcp import TcpTransport

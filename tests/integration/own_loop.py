@@ -27,8 +27,8 @@ PATIENCE = 20.0
 class Suspended:
     """Awaits a coroutine and calls `action` when it is suspended for the `number`-th time (from 1 on).
 
-    `at="wait"` acts while it waits; `at="wake"` in the turn of the loop in which what it waits for has happened but
-    the coroutine has not gone on yet. From then on, `again` acts at every further suspension.
+    `at="now"` acts right then, `at="wait"` while it waits; `at="wake"` in the turn of the loop in which what it waits
+    for has happened but the coroutine has not gone on yet. From then on, `again` acts at every further suspension.
     """
 
     coroutine: Coroutine[Any, Any, Any]
@@ -61,7 +61,9 @@ class Suspended:
             return end.value
 
     def _arrange(self, waited_for: Any) -> None:
-        if self.at == "wake" and waited_for is not None:
+        if self.at == "now":
+            self.action()
+        elif self.at == "wake" and waited_for is not None:
             waited_for.add_done_callback(lambda _: self.action())
         else:
             asyncio.get_running_loop().call_soon(self.action)
@@ -70,16 +72,24 @@ class Suspended:
 async def stopped_at(
     make: Callable[[], Coroutine[Any, Any, Any]], number: int, *, at: str = "wait", again: bool = False
 ) -> tuple[bool, BaseException | None]:
-    """Run the coroutine in a task, cancelled at its `number`-th suspension: whether there was one, and the error."""
+    """Run the coroutine in a task, cancelled at its `number`-th suspension: whether it had not ended by then, and the
+    error.
+    """
     steps = Suspended(make(), number, bool, at, again)
+    stopped = False
 
     async def run() -> None:
         await steps
 
     task = asyncio.get_running_loop().create_task(run())
-    steps.action = task.cancel
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = task.cancel() or stopped
+
+    steps.action = stop
     error = await outcome(task)
-    return steps.reached, error
+    return stopped, error
 
 
 async def outcome(task: asyncio.Task[Any]) -> BaseException | None:

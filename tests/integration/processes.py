@@ -6,19 +6,20 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests import duo
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 40.0
+PATIENCE = float(os.environ.get("KVPULL_TEST_PATIENCE", "40"))
 
 
 class Child:
@@ -86,17 +87,28 @@ class Child:
 
 
 @contextlib.asynccontextmanager
-async def child(role: str, cluster: int, **properties: Any) -> AsyncIterator[Child]:
-    """A node with these options, ready. It must leave in peace unless the test killed it."""
-    config = {"role": role, "cluster": cluster, "options": properties}
+async def child(
+    role: str,
+    cluster: int,
+    *,
+    program: str = "node",
+    before: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    user: int | None = None,
+    **properties: Any,
+) -> AsyncIterator[Child]:
+    """A node with these options, ready. It must leave in peace unless the test killed it. `program` is one of those in
+    `peers`, `before` what its command begins with, `user` whom it becomes.
+    """
+    config = {"role": role, "cluster": cluster, "options": properties, "user": user}
     path = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
     process = subprocess.Popen(  # noqa: ASYNC220  (starting is quick; what it says is read by a thread)
-        [sys.executable, "-m", "tests.integration.peers.node", json.dumps(config)],
+        [*before, sys.executable, "-m", f"tests.integration.peers.{program}", json.dumps(config)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
     )
     made = Child(process)
     try:
@@ -129,6 +141,36 @@ class Footprint:
     async def check(self) -> None:
         """As before: nothing of a link that is gone is left. (Workers are the engine's, and kept.)"""
         await eventually(lambda: self._now() == self._before, lambda: f"before: {self._before}, now: {self._now()}")
+
+
+def mappings() -> int:
+    """Memory files of this library that are mapped in this process."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("/memfd:kvpull")
+
+
+def descriptors() -> int:
+    """How many this process has open, the one of this look included."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextlib.contextmanager
+def few_descriptors(spare: int) -> Iterator[None]:
+    """This process can open so many more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + spare, before[1]))
+    taken: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(spare):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 def sockets() -> int:

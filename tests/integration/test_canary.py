@@ -20,7 +20,7 @@ from tests.integration.own_loop import LoopPair, Suspended, loop_pair, prefix_ke
 pytestmark = pytest.mark.smoke
 
 CANARY = 0xA5
-PATHS = ("tcp", "inproc", "stubborn")
+PATHS = ("tcp", "inproc", "shm", "stubborn")
 SIZES = {"inline": duo.SMALL, "streamed": duo.BIG}
 
 

@@ -18,7 +18,7 @@ from kvpull_async.testing.faults import GatedMemory
 from tests import duo
 from tests.integration.own_loop import outcome, within
 
-PATHS = ("tcp", "inproc")
+PATHS = ("tcp", "inproc", "shm")
 PULLS = 100
 KINDS = {
     "inline": CacheDesc(2, [PULLS, 512], DataType.DT_UINT8),

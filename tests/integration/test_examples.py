@@ -71,6 +71,7 @@ def _processes(mark: bytes) -> list[str]:
             "OK: both pulls can be followed on both sides, the traced one by its trace id too",
             marks=pytest.mark.smoke,
         ),
+        pytest.param("layers.py", "OK: every layer was complete when it was given", marks=pytest.mark.smoke),
         ("tiny_transformer.py", "paged equals contiguous; a spoiled cache is noticed"),
     ],
 )
@@ -99,7 +100,8 @@ def test_the_demo_says_what_travelled_and_how_and_that_the_answers_are_the_same(
     ended = run("prefill_decode.py", marked)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stderr == ""
-    assert "The transport used was tcp" in ended.stdout
+    assert "The transport used was shm" in ended.stdout
+    assert "the library's reason: same host and user" in ended.stdout
     assert "GB/s" in ended.stdout
     assert ended.stdout.count(" as from one process") == 10
     last = ended.stdout.splitlines()[-1]
@@ -111,7 +113,7 @@ def test_the_demo_says_what_travelled_and_how_and_that_the_answers_are_the_same(
 def test_the_demo_fails_when_one_bit_of_a_cache_is_wrong(prompt: int, marked: dict[str, str]) -> None:
     ended = run(f"prefill_decode.py --logs --spoil {prompt}", marked)
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "The transport used was tcp" in ended.stdout
+    assert "The transport used was shm" in ended.stdout
     assert ended.stdout.splitlines()[-1].startswith(f"FAILED: prompts with another cache or answer: [{prompt}]")
     assert '"event": "pull.finished"' in ended.stderr
 

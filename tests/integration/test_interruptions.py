@@ -21,7 +21,7 @@ from tests.integration.inject import gated_memories
 from tests.integration.own_loop import loop_pair, outcome, within
 from tests.integration.processes import eventually
 
-PATHS = ("tcp", "inproc")
+PATHS = ("tcp", "inproc", "shm")
 SOON = 8.0
 """Seconds in which things end that are bounded by the default settings (settle_timeout is 1 s)."""
 
@@ -117,8 +117,11 @@ async def test_p1_a_pull_in_the_queue_whose_destination_is_released_never_begins
 # --- the source ---
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("desc", [duo.SMALL, duo.BIG], ids=["inline", "streamed"])
+@pytest.mark.parametrize(
+    ("path", "desc"),
+    [(path, desc) for path in PATHS for desc in (duo.SMALL, duo.BIG) if (path, desc) != ("shm", duo.BIG)],
+    ids=lambda value: value if isinstance(value, str) else ("inline" if value is duo.SMALL else "streamed"),
+)
 @pytest.mark.parametrize("in_time", [True, False], ids=["ends in time", "is cut"])
 async def test_p7_source_memory_taken_back_during_a_pull(
     monkeypatch: pytest.MonkeyPatch, path: str, desc: CacheDesc, in_time: bool

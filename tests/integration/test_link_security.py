@@ -36,7 +36,7 @@ from tests.wire import identity, plain_hello
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 SECRET = "correct horse battery staple"
 DIFFER = "the link secrets of the two sides differ"
-both_transports = pytest.mark.parametrize("transport", ["tcp", "inproc"])
+both_transports = pytest.mark.parametrize("transport", ["tcp", "inproc", "shm"])
 
 ONE_SIDED = {
     "different": (SECRET, "another", DIFFER),
@@ -119,10 +119,10 @@ async def _reflect(puller: LLMDataDist) -> LLMStatusCode:
         await reader.readexactly(8)
         (hello,) = messages(await reader.read(4096))
         assert isinstance(hello, frames.Hello)
-        writer.write(frames.encode(frames.Challenge(1, hello.incarnation, hello.nonce, True)))
+        writer.write(frames.encode(frames.Challenge(frames.VERSION, hello.incarnation, hello.nonce, True)))
         (prove,) = messages(await reader.read(4096))
         assert isinstance(prove, frames.Prove)
-        writer.write(frames.encode(frames.Welcome(hello.asked, prove.proof, b"t" * 16, [], "tcp")))
+        writer.write(frames.encode(frames.Welcome(hello.asked, prove.proof, b"t" * 16, [("tcp", b"")])))
         await reader.read()
         writer.close()
 

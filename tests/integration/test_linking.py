@@ -30,7 +30,7 @@ from tests.hostile import (
 from tests.loop_nodes import eventually
 
 ALREADY = LLMStatusCode.LLM_ALREADY_LINK
-both_transports = pytest.mark.parametrize("transport", ["tcp", "inproc"])
+both_transports = pytest.mark.parametrize("transport", ["tcp", "inproc", "shm"])
 both_modes = pytest.mark.parametrize("newer", [False, True], ids=["older mode", "newer mode"])
 
 

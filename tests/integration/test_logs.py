@@ -99,7 +99,7 @@ PULL = {"operation", "pull_id", "cluster_id", "peer", "path", "queue_ms", "conne
 SERVE = {"local_cluster_id", "peer", "pull_id", "request_id", "key", "traceparent"}
 FIELDS: dict[str, set[str]] = {
     "link.listening": {"local_cluster_id", "address"},
-    "link.up": {"local_cluster_id", "cluster_id", "peer", "path", "dialled"},
+    "link.up": {"local_cluster_id", "cluster_id", "peer", "path", "why", "dialled"},
     "link.lost": {"local_cluster_id", "cluster_id", "peer", "reason"},
     "link.closed": {"local_cluster_id", "cluster_id", "peer", "reason"},
     "link.failed": {"local_cluster_id", "cluster_id", "peer", "status", "reason"},
@@ -115,7 +115,7 @@ FIELDS: dict[str, set[str]] = {
 }
 
 
-@pytest.mark.parametrize("transport", ["tcp", "inproc"])
+@pytest.mark.parametrize("transport", ["tcp", "inproc", "shm"])
 async def test_events_and_their_fields_keep_their_names(transport: str) -> None:
     with event_log() as log:
         async with duo.duo(transport=transport) as pair:

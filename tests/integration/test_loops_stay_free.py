@@ -46,7 +46,7 @@ print("imported:", *imported)
 
 def test_p6_nothing_is_imported_on_the_core_when_first_needed() -> None:
     """An import reads files and runs code for many milliseconds; it belongs to `import` or `init`."""
-    for transport in ("tcp", "inproc"):
+    for transport in ("tcp", "inproc", "shm"):
         ended = subprocess.run(
             [sys.executable, "-c", FIRST_LINK, transport], capture_output=True, text=True, timeout=100, check=False
         )

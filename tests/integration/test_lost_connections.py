@@ -17,7 +17,7 @@ from tests.integration.inject import faulty_transports, gated_memories
 from tests.integration.own_loop import outcome, within
 from tests.integration.processes import eventually
 
-PATHS = ("tcp", "inproc")
+PATHS = ("tcp", "inproc", "shm")
 SIZES = {"inline": duo.SMALL, "streamed": duo.BIG}
 KINDS = [(path, size) for path in PATHS for size in SIZES]
 
@@ -77,8 +77,10 @@ async def test_p2_p4_cut_at_each_frame_in_turn(
         assert outcomes[-1]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("where", ["landing", "lending"])
+@pytest.mark.parametrize(
+    ("path", "where"),
+    [(path, where) for path in PATHS for where in ("landing", "lending") if (path, where) != ("shm", "lending")],
+)
 @pytest.mark.parametrize("aware", [True, False], ids=["both sides know", "only the puller knows"])
 async def test_p10_a_connection_lost_in_the_middle_of_a_copy_is_a_link_failure(
     monkeypatch: pytest.MonkeyPatch, path: str, where: str, aware: bool

@@ -16,7 +16,7 @@ from tests.conformance.row import all_there, by_id, keeps
 from tests.conformance.scene import DESTINATION, NEW, OLD, SOURCE, Scene, Setup, scene
 
 FACES = pytest.mark.parametrize("api", [AWAITED, BLOCKING], ids=lambda api: api.name)
-TRANSPORTS = pytest.mark.parametrize("transport", ["inproc", "tcp"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
 
 
 def looked_at(thing: Any) -> None:

@@ -54,7 +54,7 @@ def heard() -> Iterator[Heard]:
     logger.setLevel(logging.NOTSET)
 
 
-@pytest.fixture(params=["tcp", "inproc"])
+@pytest.fixture(params=["tcp", "inproc", "shm"])
 async def destination(request: pytest.FixtureRequest, heard: Heard) -> AsyncIterator[Destination]:
     """A linked destination of which the source holds request 1; the source's events are complete when it has ended."""
     config = LLMConfig()

@@ -25,7 +25,7 @@ from tests.integration.processes import Child, Footprint, child, eventually
 
 CANARY = 0xA5
 SIZES = {"inline": 1024, "streamed": 3 * 1024 * 1024}
-QUICK = {"heartbeat_interval": 50, "heartbeat_timeout": 400, "handshake_timeout": 400}
+QUICK: dict[str, Any] = {"heartbeat_interval": 50, "heartbeat_timeout": 400, "handshake_timeout": 400}
 PROMPT, DECODER = duo.PROMPT, duo.DECODER
 
 

@@ -252,6 +252,7 @@ def check(pair: Pair, case: PullCase, naming: Naming) -> None:
 SETTINGS = [
     pytest.param(AWAITED, "inproc", 65536, id="awaited-inproc-inline"),
     pytest.param(BLOCKING, "inproc", 0, id="blocking-inproc-streamed"),
+    pytest.param(AWAITED, "shm", 0, id="awaited-shm-copied"),
     pytest.param(BLOCKING, "tcp", 65536, id="blocking-tcp-inline"),
     pytest.param(AWAITED, "tcp", 0, id="awaited-tcp-streamed"),
 ]

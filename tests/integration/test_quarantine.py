@@ -27,7 +27,7 @@ from tests.integration.own_loop import LoopPair, loop_pair, outcome, prefix_key,
 CANARY = 0xA5
 SHORT = 60
 """ms: a deadline that is to pass."""
-KINDS = [(path, size) for path in ("tcp", "inproc") for size in ("inline", "streamed")]
+KINDS = [(path, size) for path in ("tcp", "inproc", "shm") for size in ("inline", "streamed")]
 SIZES = {"inline": duo.SMALL, "streamed": duo.BIG}
 
 
@@ -222,7 +222,7 @@ async def test_p1_a_copy_into_a_quarantined_cache_is_refused(held: Any) -> None:
         assert all(bool((array[3] == CANARY).all()) for array in duo.arrays(cache))
 
 
-@pytest.mark.parametrize("path", ["tcp", "inproc"])
+@pytest.mark.parametrize("path", ["tcp", "inproc", "shm"])
 async def test_p1_memory_is_not_given_back_before_its_quarantine_is_over(held: Any, path: str) -> None:
     async with held(path, "streamed", settle_timeout=SHORT) as here:
         cache = await here.quarantined(timeout_ms=1000)
@@ -263,7 +263,7 @@ async def test_p1_memory_of_the_caller_is_not_released_before_its_quarantine_is_
         assert intact_after([memory])
 
 
-@pytest.mark.parametrize("path", ["tcp", "inproc"])
+@pytest.mark.parametrize("path", ["tcp", "inproc", "shm"])
 async def test_p8_finalize_leaves_memory_that_is_still_written_and_says_so(
     held: Any, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -69,6 +69,10 @@ async def older(manager: KvCacheManager, desc: CacheDesc) -> None:
     await manager.pull_cache(CacheKey(1, 2), cache, 0, size=-1, src_layer_range=range(2), timeout=50.0)
     await manager.pull_cache(CacheKeyByIdAndIndex(1, 2), cache, batch_index=1)
     await manager.pull_cache(BlocksCacheKey(1, 2), cache)  # type: ignore[arg-type]
+    async with manager.pull_layers(CacheKey(1, 2), cache, tensor_num_per_layer=1) as layers:
+        async for layer in layers:
+            assert_type(layer, int)
+    await manager.pull_layers(CacheKey(1, 2), cache)  # type: ignore[misc]
     await manager.pull_cache(CacheKey(1, 2), desc)  # type: ignore[arg-type]
     assert_type(manager.get_cache_tensors(cache), list[Tensor])
     assert_type(cache.quarantined, bool)

@@ -45,6 +45,9 @@ def older(manager: KvCacheManager, desc: CacheDesc) -> None:
     manager.pull_cache(CacheKey(1, 2), cache, 0, -1, src_cache_offset=0, dst_cache_offset=0)
     manager.pull_cache(CacheKeyByIdAndIndex(1, 2, 0), kv_cache=cache)
     manager.pull_cache("key", cache)  # type: ignore[arg-type]
+    with manager.pull_layers(CacheKey(1, 2), cache, timeout=50) as layers:
+        assert_type(list(layers), list[int])
+        layers.close()
     assert_type(manager.get_cache_tensors(cache, 1), list[Tensor])
     assert_type(manager.is_initialized(), bool)
     manager.copy_cache(cache, cache, 1, 0)

@@ -16,9 +16,11 @@ import structlog
 
 from kvpull_async import CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, LLMTimeoutError
 from kvpull_async import engine as engine_module
+from kvpull_async._deadline import Deadline
 from kvpull_async.config import Settings
 from kvpull_async.engine import Engine, awaited, blocked, end, end_awaited, live_engines
 from kvpull_async.managers.manager import Operation
+from kvpull_async.transport.tcp import TcpTransport
 from tests.duo import DECODER, PROMPT, SMALL, cluster, duo, engine_of, frozen, holds, node, options
 from tests.loop_nodes import event_log, eventually
 
@@ -111,6 +113,19 @@ async def test_an_address_that_is_taken_fails_init_and_leaves_nothing(transport:
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
+
+
+async def test_finalize_ends_every_kind_of_path_on_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    class Told(TcpTransport):
+        async def aclose(self, deadline: Deadline) -> None:
+            ended.append(threading.current_thread().name)
+
+    monkeypatch.setattr("kvpull_async.routes.TcpTransport", Told)
+    async with node(LLMRole.DECODER, DECODER):
+        assert ended == []
+    assert ended == [f"kvpull-core-{DECODER}"]
 
 
 async def test_p8_finalize_is_bounded_when_the_peer_is_silent() -> None:

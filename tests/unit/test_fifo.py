@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 
 import pytest
 
@@ -191,3 +192,65 @@ async def test_p5_any_mixture_of_arrivals_cancellations_and_failures_keeps_one_h
     assert order == sorted(order)
     assert len(order) >= sum(one is None for one in results) > 0
     assert repr(fifo) == "<Fifo held=False waiting=0>"
+
+
+# --- another thread's moment ---
+
+
+async def test_a_claim_takes_an_idle_slot_only() -> None:
+    fifo, loop = Fifo(limit=8, wait=True), asyncio.get_running_loop()
+    assert fifo.claim("me")
+    assert not fifo.claim("me")
+    fifo.unclaim("me", loop)
+    await fifo.acquire()
+    assert not fifo.claim("me")
+    fifo.release()
+    assert fifo.claim("me")
+    fifo.unclaim("me", loop)
+    assert not fifo.busy
+
+
+async def test_who_came_during_a_claim_gets_the_slot_afterwards_in_order() -> None:
+    fifo, loop = Fifo(limit=8, wait=True), asyncio.get_running_loop()
+    assert fifo.claim("me")
+    order: list[int] = []
+
+    async def wait(number: int) -> None:
+        await fifo.acquire()
+        order.append(number)
+        fifo.release()
+
+    tasks = [asyncio.ensure_future(wait(number)) for number in (1, 2)]
+    idle = fifo.idle()
+    await asyncio.sleep(0)
+    thread = threading.Thread(target=fifo.unclaim, args=("me", loop))
+    thread.start()
+    thread.join()
+    assert not fifo.claim("me"), "it belongs to those who wait"
+    await asyncio.wait_for(asyncio.gather(*tasks, idle), 20)
+    assert order == [1, 2]
+    assert not fifo.busy
+
+
+async def test_claims_of_other_threads_and_waits_on_the_loop_never_lose_the_slot() -> None:
+    fifo, loop = Fifo(limit=1000, wait=True), asyncio.get_running_loop()
+    stop, claimed = threading.Event(), [0]
+
+    def claim() -> None:
+        while not stop.is_set():
+            if fifo.claim("me"):
+                claimed[0] += 1
+                fifo.unclaim("me", loop)
+
+    thread = threading.Thread(target=claim)
+    thread.start()
+    try:
+        for _ in range(300):
+            await asyncio.wait_for(fifo.acquire(), 20)
+            await asyncio.sleep(0)
+            fifo.release()
+    finally:
+        stop.set()
+        thread.join()
+    assert not fifo.busy
+    assert claimed[0]

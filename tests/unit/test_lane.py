@@ -66,9 +66,10 @@ async def test_two_lanes_greet_each_other(scene: Any) -> None:
     peer = await accepting.lane.accept(soon())
     assert (peer.cluster_id, peer.lane) == (1, 0)
     assert not dialled.done()
-    ready = accepting.lane.welcome(token=TOKEN, path="tcp")
-    assert (ready.token, ready.path) == (TOKEN, "tcp")
-    assert (await dialled).token == TOKEN
+    ready = accepting.lane.welcome(token=TOKEN, offers=[("tcp", b"port 7")])
+    assert (ready.token, ready.paths) == (TOKEN, ("tcp",))
+    welcomed = await dialled
+    assert (welcomed.token, welcomed.offers) == (TOKEN, (("tcp", b"port 7"),))
     for wire in wires:
         wire.cancel()
     await asyncio.gather(*wires, return_exceptions=True)
@@ -120,7 +121,7 @@ async def test_a_peer_that_talks_on_before_it_was_answered_is_not_let_in(scene: 
     one.channel.feed(frames.encode(hello) + frames.encode(PLAIN["Prove"]) + sample("Ping"))
     await one.lane.accept(soon())
     with pytest.raises(LLMException, match="did not wait for the answer") as caught:
-        one.lane.welcome(token=TOKEN, path="tcp")
+        one.lane.welcome(token=TOKEN)
     assert caught.value.status_code == LLMStatusCode.LLM_LINK_FAILED
 
 
@@ -360,7 +361,7 @@ async def test_abort_may_be_called_at_any_time_and_twice(scene: Any) -> None:
     assert [str(result) for result in results] == ["unlinked"] * 3
     one.lane.post(frames.Bye())
     assert one.channel.take() == []
-    await asyncio.wait(one.lane.tasks, timeout=20)
+    await asyncio.gather(*one.lane.tasks)
     assert one.lane.session.state is State.CLOSED
 
 

@@ -9,10 +9,12 @@ from typing import Any, cast
 import pytest
 
 from kvpull_async._deadline import Deadline
+from kvpull_async.halves import Halves, Refusal
 from kvpull_async.link import Link
 from kvpull_async.linkage import LinkState, broken
 from kvpull_async.observe import PullReport
 from kvpull_async.protocol import frames
+from kvpull_async.protocol.session import Peer
 from kvpull_async.pull import Pull
 from kvpull_async.registry import Entry
 from kvpull_async.status import LLMException, LLMStatusCode
@@ -198,7 +200,7 @@ async def test_a_connect_that_fails_half_way_leaves_no_connection(stage: str) ->
     one, two = LoopNode(1), LoopNode(2)
     async with loop_nodes(one, two):
         if stage == "second":
-            two.links._halves = _Forgetful()
+            two.links._halves = _Forgetful(two.context)
         else:
             await two.links.close(soon())
         link = Link(one.context, 2, two.target.address)
@@ -208,11 +210,12 @@ async def test_a_connect_that_fails_half_way_leaves_no_connection(stage: str) ->
         assert link._lanes == {}
 
 
-class _Forgetful(dict[bytes, Any]):
+class _Forgetful(Halves):
     """Half links that are lost between their two connections."""
 
-    def get(self, key: bytes, default: Any = None) -> Any:
-        return default
+    def refusal(self, peer: Peer) -> Refusal | None:
+        self.drop(peer.token, "forgotten")
+        return super().refusal(peer)
 
 
 async def test_a_link_closed_while_it_connects_ends_with_the_reason() -> None:

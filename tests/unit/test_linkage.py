@@ -1,4 +1,4 @@
-"""What links share: which transport reaches a peer, how a lane is made, and how a failed connection reads."""
+"""What links share: which route reaches a peer, how a lane is made, and how a failed connection reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import errno
 
 import pytest
 
-from kvpull_async.linkage import LinkState, broken, connect_error, first, text
+from kvpull_async.linkage import LinkState, Route, broken, connect_error, first, text
 from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.transport.inproc import InprocTransport
@@ -17,34 +17,34 @@ from tests.loop_nodes import LoopNode, ScriptedChannel, loop_nodes
 HERE = ("127.0.0.1", 9)
 
 
-async def test_the_first_transport_that_reaches_the_peer_is_taken() -> None:
+async def test_the_first_route_that_reaches_the_peer_is_taken() -> None:
     node, listening = LoopNode(1), LoopNode(2, transport="inproc")
     inproc = InprocTransport(node.log)
-    context = dataclasses.replace(node.context, transports=(inproc, node.transport))
+    context = dataclasses.replace(node.context, routes=(Route(inproc, (inproc,)), node.route))
     async with loop_nodes(listening):
         address = listening.target.address
         assert address is not None
-        assert context.transport_to(address) is inproc
-        assert context.transport_to(HERE) is node.transport
+        assert context.route_to(address).transport is inproc
+        assert context.route_to(HERE) is node.route
 
 
 async def test_a_peer_out_of_reach_is_a_failed_link_that_names_what_was_tried() -> None:
     context = LoopNode(1, transport="inproc").context
     with pytest.raises(LLMException, match=r"127\.0\.0\.1:9 is out of reach of inproc") as caught:
-        context.transport_to(HERE)
+        context.route_to(HERE)
     assert caught.value.status_code == LLMStatusCode.LLM_LINK_FAILED
 
 
-async def test_a_lane_greets_as_this_engine_and_offers_the_transports_path() -> None:
+async def test_a_lane_greets_as_this_engine_and_names_the_kinds_of_path_it_is_given() -> None:
     node = LoopNode(7, incarnation=b"i" * 16, secret=b"s", heartbeat_interval_ms=50, heartbeat_timeout_ms=2000)
     channel = ScriptedChannel()
-    lane = node.context.new_lane(channel, node.transport, dialer=True, asked=9, lane=1, token=b"t" * 16)
+    lane = node.context.new_lane(channel, dialer=True, paths=("shm", "tcp"), asked=9, lane=1, token=b"t" * 16)
     lane.session.start()
     channel.post(lane.session.take_output())
     (hello,) = channel.take()
     assert isinstance(hello, frames.Hello)
     assert (hello.cluster_id, hello.asked, hello.incarnation) == (7, 9, b"i" * 16)
-    assert (hello.lane, hello.token, hello.authenticates, hello.capabilities) == (1, b"t" * 16, True, ["tcp"])
+    assert (hello.lane, hello.token, hello.authenticates, hello.paths) == (1, b"t" * 16, True, ["shm", "tcp"])
     assert (lane._heartbeat, lane._silence) == (0.05, 2.0)
 
 

@@ -41,7 +41,8 @@ async def open_lane(node: LoopNode, target: LoopNode, *, lane: int = 0, token: b
     assert address is not None
     channel = await node.transport.dial(address)
     asked = target.settings.cluster_id
-    one = node.context.new_lane(channel, node.transport, dialer=True, asked=asked, lane=lane, token=token)
+    names = node.route.names
+    one = node.context.new_lane(channel, dialer=True, paths=names, asked=asked, lane=lane, token=token)
     try:
         return one, await one.dial(soon())
     except BaseException:
@@ -156,7 +157,7 @@ async def test_the_wrong_cluster_id_is_named_on_both_sides() -> None:
             await events.first("link.failed", text=words, cluster_id=5)
             await events.first("link.rejected", text=words)
             assert one.links.all() == two.links.all() == []
-            assert two.links._halves == {}
+            assert len(two.links._halves) == 0
 
 
 async def test_a_peer_that_lies_about_its_id_is_found_out() -> None:
@@ -169,7 +170,7 @@ async def test_a_peer_that_lies_about_its_id_is_found_out() -> None:
             session.receive(await reader.read(4096))
             writer.write(session.take_output())
         session._identity = identity(2)
-        session.welcome(token=b"t" * 16, path="tcp")
+        session.welcome(token=b"t" * 16)
         writer.write(session.take_output())
         await reader.read()
         writer.close()
@@ -216,7 +217,7 @@ async def test_two_sides_that_dial_each_other_at_any_moment_end_with_one_link(
             assert OK in codes
             assert [len(node.links.all()) for node in (one, two)] == [1, 1], delay
             assert ready(one, two) == [1, 1], delay
-            assert one.links._halves == two.links._halves == {}, delay
+            assert len(one.links._halves) == len(two.links._halves) == 0, delay
             for node, other in ((one, 2), (two, 1)):
                 link = node.links.find(other)
                 assert link is not None
@@ -314,7 +315,7 @@ async def test_a_first_connection_that_talks_on_before_its_welcome_is_dropped() 
         async with loop_nodes(one, two):
             channel, lane = await impatient(one, two, lane=0, token=b"")
             await events.first("link.rejected", text="did not wait for the answer to its greeting")
-            assert two.links._halves == {}
+            assert len(two.links._halves) == 0
             first, peer = await open_lane(one, two)
             again, late = await impatient(one, two, lane=1, token=peer.token)
             await eventually(lambda: len(events.named("link.rejected", text="did not wait")) == 2)
@@ -330,7 +331,7 @@ async def test_a_first_connection_that_talks_on_before_its_welcome_is_dropped() 
 async def impatient(node: LoopNode, target: LoopNode, *, lane: int, token: bytes) -> tuple[ControlChannel, Lane]:
     """Greets, and sends a ping on top of its proof."""
     channel = await node.transport.dial(target.target.address or ("", 0))
-    one = node.context.new_lane(channel, node.transport, dialer=True, asked=2, lane=lane, token=token)
+    one = node.context.new_lane(channel, dialer=True, paths=node.route.names, asked=2, lane=lane, token=token)
     one.session.start()
     channel.post(one.session.take_output())
     one.session.receive(await channel.receive())

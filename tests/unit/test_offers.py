@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpull_async import offers
+from kvpull_async import offers, plan
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Entry, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
@@ -104,6 +104,7 @@ GOOD: list[tuple[dict[str, Any], bytes, str, bytes]] = [
     ),
     ({"blocks": 2, "size": 8}, NO_TABLE, "keyed", content(range(4), 0)),
     ({"blocks": 1, "size": 16}, NO_TABLE, "keyed", content(range(4), 0)),
+    ({"identity": 8, "blocks": 2, "size": 8}, NO_TABLE, "keyed", content(range(4), 1)),
     ({"blocks": 3, "size": 7}, NO_TABLE, "keyed", content(range(4), 0)),  # 7 + 7 + 2: the last block is short
     ({"blocks": 2, "size": 6}, NO_TABLE, "keyed", content(range(4), 0, size=12)),
 ]
@@ -117,6 +118,20 @@ def test_what_is_offered_is_what_was_asked_for(
     assert offer.entry is getattr(source, name)
     assert source.read(offer) == expected
     assert offer.nbytes == len(expected)
+
+
+@pytest.mark.parametrize(("fields", "tail", "name"), [row[:3] for row in GOOD], ids=[str(row[0]) for row in GOOD])
+def test_where_an_offer_starts_is_all_that_a_reader_needs_unless_it_named_blocks(
+    source: Source, fields: dict[str, Any], tail: bytes, name: str
+) -> None:
+    """The puller finds the rows by itself, from what it asked for and the start that the grant tells."""
+    offer = source.find(tail, **fields)
+    if name == "blocks":
+        rows = plan.block_segments(offer.tensors, frames.decode_table(tail), block_nbytes=STRIDE)
+        assert offer.start == 0
+    else:
+        rows = plan.run_segments(offer.tensors, start=offer.start, size=offer.per_tensor)
+    assert rows.tolist() == offer.plan().tolist()
 
 
 BAD: list[tuple[str, dict[str, Any], bytes, LLMStatusCode, str]] = [

@@ -117,6 +117,17 @@ def test_entry_that_no_cache_can_have_is_invalid() -> None:
         plan.entry_segments(range(1), entry=2**32 - 1, entry_nbytes=2**40, offset=0, size=1)
 
 
+def test_a_run_gives_the_same_bytes_of_every_tensor() -> None:
+    assert rows_of(plan.run_segments(range(1, 4), start=96, size=7)) == [(1, 96, 7), (2, 96, 7), (3, 96, 7)]
+    assert rows_of(plan.run_segments(range(0), start=96, size=7)) == []
+
+
+def test_a_run_that_no_cache_can_have_is_invalid() -> None:
+    assert rows_of(plan.run_segments(range(1), start=INT64_MAX - 1, size=1)) == [(0, INT64_MAX - 1, 1)]
+    with invalid("no cache"):
+        plan.run_segments(range(1), start=INT64_MAX, size=1)
+
+
 def test_consecutive_blocks_share_a_row_within_a_tensor_only() -> None:
     segments = plan.block_segments(range(2), numbers(4, 5, 6, 2, 1, 7, 8), block_nbytes=16)
     one_tensor = [(64, 48), (32, 16), (16, 16), (112, 32)]

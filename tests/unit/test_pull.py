@@ -14,14 +14,15 @@ from kvpull_async.protocol import frames
 from kvpull_async.pull import Pull
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from tests.loop_nodes import eventually
-from tests.pull_link import GRANT_ID, INLINE, LONG_MS, STEP, STREAMED, Bench, counted
+from tests.pull_link import GRANT_ID, INLINE, LONG_MS, STEP, STREAMED, UNPROVEN, Bench, counted
 
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
-@pytest.fixture(params=[INLINE, STREAMED], ids=["inline", "streamed"])
+@pytest.fixture(params=["inline", "streamed", "to be confirmed"])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    made = Bench(inline_limit=request.param)
+    made = Bench(inline_limit=INLINE if request.param == "inline" else STREAMED)
+    made.link.ticket = UNPROVEN if request.param == "to be confirmed" else None
     yield made
     await made.link.close()
 

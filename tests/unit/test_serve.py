@@ -38,6 +38,28 @@ async def test_a_small_pull_rides_on_its_grant() -> None:
     assert scene.counters.snapshot() == {"serves": 1, "bytes_served": TENSORS * STRIDE}
 
 
+async def test_p6_of_many_small_requests_at_once_only_some_are_answered_on_the_spot_and_all_in_order() -> None:
+    scene = Scene(inline_limit=TENSORS * STRIDE)
+    for number in range(1, 21):
+        scene.ask(number)
+    at_once = len(scene.of(frames.Grant))
+    assert 0 < at_once < 20
+    grants = await scene.heard(frames.Grant, 20)
+    assert [grant.request_id for grant in grants] == list(range(1, 21))
+    assert sorted(scene.lane.ended) == list(range(1, 21))
+    scene.lane.turns += 1
+    scene.ask(21)
+    assert len(scene.of(frames.Grant)) == 21
+
+
+async def test_a_small_answer_waits_for_a_peer_that_does_not_read() -> None:
+    scene = Scene(inline_limit=TENSORS * STRIDE)
+    scene.lane.channel.ready = False
+    scene.ask(1)
+    assert scene.of(frames.Grant) == []
+    assert (await scene.granted()).inline
+
+
 @pytest.mark.parametrize(("ours", "theirs"), [(TENSORS * STRIDE - 1, 2**20), (2**20, TENSORS * STRIDE - 1)])
 async def test_either_side_may_want_less_on_the_grant(ours: int, theirs: int) -> None:
     scene = Scene(inline_limit=ours)
@@ -87,6 +109,25 @@ async def test_a_lease_that_nobody_ends_expires() -> None:
     assert scene.counters.snapshot()["leases_expired"] == 1
     scene.serving.receive(frames.Done(grant.grant_id, "p"), b"")  # late, and still what ends the key
     assert not scene.held
+
+
+async def test_a_grant_that_the_puller_reads_by_itself_says_where_the_bytes_begin() -> None:
+    scene = Scene(one_sided=True)
+    scene.ask(1, identity=8, offset=3, size=5)
+    grant = await scene.granted()
+    assert (grant.ticket, grant.start, grant.per_tensor, grant.inline) == (b"a ticket", STRIDE + 3, 5, False)
+    ((described, span),) = scene.path.described
+    assert described == grant.grant_id
+    assert span.regions == scene.entry.regions
+    assert span.rows().tolist() == [[tensor, STRIDE + 3, 5] for tensor in range(TENSORS)]
+
+
+async def test_a_grant_whose_bytes_are_sent_has_no_ticket() -> None:
+    scene = Scene()
+    scene.ask(1, offset_pull=True)
+    grant = await scene.granted()
+    assert (grant.ticket, grant.wants_done) == (None, False)
+    scene.path.transfers[0].finish()
 
 
 async def test_p5_requests_of_one_lane_are_served_one_after_another() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -304,3 +305,38 @@ def test_a_job_whose_loop_has_closed_ends_quietly() -> None:
         steps = asyncio.run(start(executor))
         steps.gate.opened.set()
         assert steps.closed.wait(BOUND)
+
+
+async def test_p5_long_jobs_take_turns_with_those_that_wait() -> None:
+    pool, order = Workers(1), []
+
+    def steps(name: str, count: int) -> Iterator[int]:
+        for _ in range(count):
+            time.sleep(0.001)
+            yield 1
+        order.append(name)
+
+    long = Job(pool, steps("long", 400))
+    short = [Job(pool, steps(f"short {i}", 2)) for i in range(3)]
+    assert await asyncio.wait_for(asyncio.gather(*(job.done for job in short)), 20) == [2, 2, 2]
+    assert not long.done.done(), "who came first held the thread to the end"
+    assert await asyncio.wait_for(long.done, 20) == 400
+    assert order[-1] == "long"
+    assert pool.close(5.0) == 0
+
+
+async def test_a_job_that_stepped_back_can_be_stopped_and_settles() -> None:
+    pool, gate = Workers(1), threading.Event()
+
+    def steps() -> Iterator[int]:
+        while True:
+            gate.wait(0.001)
+            yield 1
+
+    jobs = [Job(pool, steps()) for _ in range(3)]
+    await asyncio.sleep(0.02)
+    for job in jobs:
+        assert job.abort()
+    await asyncio.wait_for(asyncio.gather(*(job.settled for job in jobs)), 20)
+    assert all(job.done.cancelled() for job in jobs)
+    assert pool.close(5.0) == 0

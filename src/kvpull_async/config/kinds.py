@@ -111,6 +111,7 @@ OWN = {
     "reconnect_grace": _numbers(low=0),
     "inline_limit": _numbers(low=0, high=2**20),
     "device_backend": _one_of("auto", "acl"),
+    "allow_process_vm_read": _one_of("auto", "on", "off"),
 }
 """The project's own options by the name of their LLMConfig property."""
 

@@ -206,6 +206,9 @@ class LLMConfig:
     """Largest payload in bytes that rides on the control connection; at most 1 MiB."""
     device_backend: _Option[str] = _own("device_backend")
     """"auto", or "acl" to insist on an NPU (not in this version: ``init`` raises LLM_FEATURE_NOT_ENABLED)."""
+    allow_process_vm_read: _Option[str] = _own("allow_process_vm_read")
+    """Whether processes of one user and host read each other's registered memory through the kernel: "auto" where it
+    lets them, "off" never (such memory is streamed), "on" also asks it for an exception where it is strict (Yama)."""
 
     def __init__(self) -> None:
         self._ge_options: dict[str, str] = {}

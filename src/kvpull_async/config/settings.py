@@ -54,8 +54,8 @@ _IGNORED = frozenset(
     | {MEM_UTILIZATION, _GRAPH_MEMORY}
 )
 _BY_LOWER_CASE = {name.lower(): name for name in _READ | _IGNORED}
-_BACKENDS = ("hixl", "auto", "inproc", "tcp")
-_LATER_BACKENDS = ("shm", "nixl", "mooncake")
+_BACKENDS = ("hixl", "auto", "inproc", "shm", "tcp")
+_LATER_BACKENDS = ("nixl", "mooncake")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ class Settings:
     inline_limit: int = 65536
     max_links: int = 512
     device_backend: str = "auto"
+    allow_process_vm_read: str = "auto"
     ignored_options: tuple[str, ...] = ()
     unknown_options: tuple[tuple[str, str | None], ...] = ()
 

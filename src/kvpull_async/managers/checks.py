@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from kvpull_async import plan
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, KvCache, LLMRole
-from kvpull_async.values._check import instance, int64, integers, require, uint32
+from kvpull_async.values._check import INVALID_ID, instance, int64, integers, require, uint32
 
-__all__ = ["PULL_NAMES", "PullDraft", "known_names"]
+__all__ = ["PULL_NAMES", "PullDraft", "known_names", "plain"]
 
 Key = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
 _RANGES: Final = ("src_layer_range", "dst_layer_range", "tensor_num_per_layer")
@@ -54,6 +54,23 @@ class PullDraft:
     dst_tensors: range | None = None
     timeout_ms: float = 0.0
     traceparent: str = ""
+
+
+def plain(draft: PullDraft) -> bool:
+    """Whether nothing is wrong with the arguments, seen at a glance: the usual call, for which the checks below would
+    find nothing and change nothing. False says nothing.
+    """
+    key, size, index = draft.key, draft.size, draft.batch_index
+    if draft.options or draft.decoder_only or type(size) is not int or type(index) is not int:
+        return False
+    if type(draft.cache) is not Cache or draft.cache.is_blocks_cache:
+        return False
+    if type(key) is CacheKey:
+        known = not draft.remote_access and (key.req_id == INVALID_ID) != (key.prefix_id == INVALID_ID)
+    else:
+        known = type(key) is CacheKeyByIdAndIndex
+    draft.timeout_ms = draft.default_timeout_ms
+    return known and (size == -1 or 0 < size < 2**63) and 0 <= index < 2**32
 
 
 def known_names(call: str, options: Mapping[str, Any], allowed: tuple[str, ...]) -> None:

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from kvpull_async._deadline import NEVER, Deadline
-from kvpull_async.managers import caches, checks, pulls
+from kvpull_async.managers import caches, checks, direct, pulls
 from kvpull_async.managers.dialect import Dialect
+from kvpull_async.managers.landed import Landed
 from kvpull_async.managers.node import Node
 from kvpull_async.observe import PullReport
 from kvpull_async.registry import Entry
@@ -21,17 +22,17 @@ from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.values import BlocksCacheKey, Cache, CacheDesc, CacheKey, KvCache, LLMRole, Tensor, TensorDesc
 from kvpull_async.values._check import instance, int32, int64, require, uint32, uint64
 
-__all__ = ["Manager", "Operation", "not_enabled"]
+__all__ = ["LayersAsked", "Manager", "Operation", "not_enabled"]
 
 T = TypeVar("T")
 Handle = Cache | KvCache
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Operation(Generic[T]):
     """The public call `name`: `start` makes the coroutine that runs on the core. A pull has a report, and the handle
     it fills. A `lasting` one begins tasks that outlive it, which must not keep its caller's context. `undo` takes back
-    what was made for a caller who was cancelled too late to stop it.
+    what was made for a caller who was cancelled too late to stop it. For `prompt` see `CoreLoop.call`.
     """
 
     name: str
@@ -40,6 +41,17 @@ class Operation(Generic[T]):
     cache: Handle | None = None
     lasting: bool = False
     undo: Callable[[T], None] | None = None
+    prompt: bool = False
+
+
+@dataclass(frozen=True)
+class LayersAsked:
+    """A checked `pull_layers`: `begin` makes its operation, whose deadline counts from then; `landed` hears of its
+    layers.
+    """
+
+    begin: Callable[[], Operation[None]]
+    landed: Landed
 
 
 class Manager:
@@ -59,6 +71,20 @@ class Manager:
         given.batch_index, given.size = batch_index, size
         return self._pull(pulls.prepare_cache(self._dialect, given))
 
+    def pull_layers(
+        self, cache_key: object, cache: object, batch_index: object, size: object, options: dict[str, Any]
+    ) -> LayersAsked:
+        given, landed = pulls.draft(self._node, self._dialect, cache_key, cache, options), Landed()
+        given.batch_index, given.size = batch_index, size
+        begun = pulls.prepare_layers(self._dialect, given, landed)
+        return LayersAsked(lambda: self._pull(begun()), landed)
+
+    def pull_now(self, key: object, cache: object, batch_index: object, size: object, options: dict[str, Any]) -> bool:
+        """Do a small pull on this thread, where the peer need not be asked; False: it is to be done as any other."""
+        if not (self._dialect.knows_remote_access and self._node.settings.remote_cache_access):
+            return False
+        return direct.pull_now(self._node, key, cache, batch_index, size, options) > 0
+
     def pull_blocks(
         self, key: object, cache: object, src_blocks: object, dst_blocks: object, options: dict[str, Any]
     ) -> Operation[None]:
@@ -68,7 +94,7 @@ class Manager:
     def _pull(self, prepared: pulls.Prepared) -> Operation[None]:
         report = prepared.report
         start = partial(pulls.run, self._node, self._dialect, prepared)
-        return Operation(report.operation, start, report, prepared.draft.cache)
+        return Operation(report.operation, start, report, prepared.draft.cache, prompt=True)
 
     # -- making and releasing ---------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,4 +26,6 @@ class Node:
     workers: Workers
     counters: Counters
     log: Log
+    loop: asyncio.AbstractEventLoop
+    """The core's."""
     find_link: Callable[[int], Link | None]

@@ -20,6 +20,7 @@ from kvpull_async.values import Placement
 
 __all__ = [
     "FEW_ROWS",
+    "FEW_TENSORS",
     "PIECE_BYTES",
     "PIECE_VIEWS",
     "Allocation",
@@ -30,10 +31,13 @@ __all__ = [
     "copy_batches",
     "lend_bytes",
     "planned",
+    "watched",
 ]
 
 PIECE_BYTES: Final = 1024 * 1024
 """Most bytes handed over at once: what a cancellation may have to wait for."""
+FEW_TENSORS: Final = 64
+"""Most tensors of which pieces are made at once, without a plan."""
 FEW_ROWS: Final = 1024
 """Most separate rows that may be copied on an event loop: the time goes by the rows, however few the bytes."""
 PIECE_VIEWS: Final = 256
@@ -72,10 +76,15 @@ class Span:
     """A part of a cache, for data paths that move memory by themselves instead of filling or reading pieces.
 
     `rows` makes the table of tensor, byte offset, length, in stream order; it may take long, so call it off the loop.
+    `landed` is for who writes here: called from any thread with the number of bytes that have landed so far, in stream
+    order, never decreasing. They are final: whoever is told may read them at once.
     """
 
     regions: tuple[Region, ...]
     rows: Callable[[], NDArray[np.int64]]
+    landed: Callable[[int], None] | None = None
+    most_rows: int = 2**63 - 1
+    """No more than these come from `rows`."""
 
 
 class MemoryBackend(ABC):
@@ -97,6 +106,9 @@ class MemoryBackend(ABC):
     def adopt(self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement) -> tuple[Region, ...]:
         """Regions over memory that belongs to the caller. Does not touch it."""
 
+    def disown(self, regions: tuple[Region, ...]) -> None:
+        """The cache over adopted memory is gone; nothing of this side touches it any more."""
+
     @abstractmethod
     def views(self, regions: Sequence[Region]) -> list[memoryview]:
         """The regions' bytes, writable, for the application. LLM_FEATURE_NOT_ENABLED where the host cannot reach."""
@@ -109,6 +121,10 @@ class MemoryBackend(ABC):
     def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
         """Pieces to read, in the order of `segments`."""
 
+    def slices(self, regions: Sequence[Region], tensors: range, *, start: int, nbytes: int) -> list[memoryview]:
+        """The same bytes of each of some tensors, all at once: for `direct` memory, few tensors and few bytes."""
+        return [view[start : start + nbytes] for view in self.views(regions[tensors.start : tensors.stop])]
+
     def close(self) -> None:
         """Give back what the backend itself holds. Caches still alive keep their memory."""
 
@@ -119,6 +135,19 @@ def planned(plan: Callable[[], NDArray[np.int64]], pieces: Callable[[NDArray[np.
     """
     with closing(pieces(plan())) as batches:
         yield from batches
+
+
+def watched(landing: Batches, landed: Callable[[int], None]) -> Batches:
+    """The same pieces, and `landed` hears how many bytes have been filled so far. Only where the pieces are the memory
+    itself have these landed with that.
+    """
+    total = 0
+    with closing(landing):
+        for batch in landing:
+            nbytes = sum(view.nbytes for view in batch)
+            yield batch
+            total += nbytes
+            landed(total)
 
 
 def lend_bytes(data: bytes) -> Batches:

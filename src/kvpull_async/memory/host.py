@@ -1,4 +1,4 @@
-"""Ordinary memory: one anonymous memory file per allocated cache, and memory that callers give by address.
+"""Ordinary memory: one sealed memory file per allocated cache, and memory that callers give by address.
 
 It serves `Placement.DEVICE` too, so that the same program runs on a machine without an NPU. It must not know caches.
 """
@@ -6,18 +6,18 @@ It serves `Placement.DEVICE` too, so that the same program runs on a machine wit
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Allocation, Batches, MemoryBackend, Region
+from kvpull_async.memory.publications import Publications
+from kvpull_async.memory.shared import SharedFile
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import Placement
 
@@ -38,6 +38,7 @@ class HostMemory(MemoryBackend):
         self._budgets = dict(budgets or {})
         self._used = dict.fromkeys(Placement, 0)
         self._lock = threading.Lock()  # protects _used: caches are allocated in worker threads
+        self.publications = Publications()
 
     def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
         step = _round_up(tensor_nbytes, _PAGE if tensor_nbytes >= _PAGE else _CACHE_LINE)
@@ -48,12 +49,19 @@ class HostMemory(MemoryBackend):
         except BaseException:
             self._give_back(nbytes, placement)
             raise
-        base = np.frombuffer(owner, np.uint8).ctypes.data
-        regions = tuple(Region(base + i * step, tensor_nbytes, placement, owner) for i in range(tensors))
+        regions = tuple(Region(owner.address + i * step, tensor_nbytes, placement, owner) for i in range(tensors))
         return Allocation(regions, nbytes, placement)
 
     def free(self, allocation: Allocation) -> None:
-        self._give_back(allocation.nbytes, allocation.placement)
+        """The memory counts against the budget until nobody on this machine has it mapped any more."""
+        give_back = partial(self._give_back, allocation.nbytes, allocation.placement)
+        self.publications.withdraw(allocation.regions, give_back)
+
+    def disown(self, regions: tuple[Region, ...]) -> None:
+        self.publications.withdraw(regions, _nothing)
+
+    def close(self) -> None:
+        self.publications.close()
 
     def adopt(self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement) -> tuple[Region, ...]:
         return tuple(Region(address, tensor_nbytes, placement) for address in addresses)
@@ -90,31 +98,17 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _memory_file(nbytes: int) -> mmap.mmap:
-    """A mapping whose pages all exist: touching it later can neither fail nor be killed for lack of memory."""
+def _memory_file(nbytes: int) -> SharedFile:
     try:
-        available = _available()
-        if nbytes > available:
-            raise OSError(errno.ENOMEM, f"the machine has {available} bytes available")
-        descriptor = os.memfd_create("kvpull-cache", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes)
-            return mmap.mmap(descriptor, nbytes)
-        finally:
-            os.close(descriptor)
+        return SharedFile(nbytes)
     except OSError as error:
         raise LLMException(
             f"{nbytes} bytes could not be allocated: {error}", status_code=LLMStatusCode.LLM_OUT_OF_MEMORY
         ) from error
 
 
-def _available() -> int:
-    """Bytes the kernel can give without swapping; it would otherwise kill a process, not refuse the allocation."""
-    with Path("/proc/meminfo").open(encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 2**63 - 1
+def _nothing() -> None:
+    """Memory of the caller counts against no budget."""
 
 
 def _view(region: Region) -> memoryview:

@@ -24,6 +24,8 @@ __all__ = [
     "ByeAck",
     "Cancel",
     "Challenge",
+    "Check",
+    "Checked",
     "Decoder",
     "Done",
     "DoneAck",
@@ -35,6 +37,7 @@ __all__ = [
     "Ping",
     "Pong",
     "Prove",
+    "Read",
     "Refuse",
     "Reject",
     "Request",
@@ -45,7 +48,7 @@ __all__ = [
 ]
 
 MAGIC: Final = "kvpull"
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER: Final = struct.Struct("<IBI")
 BODY_LIMIT: Final = 64 * 1024
 GREETING_LIMIT: Final = 4 * 1024
@@ -62,6 +65,7 @@ Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 Names = Annotated[list[Name], msgspec.Meta(max_length=32)]
+Offers = Annotated[list[tuple[Name, Annotated[bytes, msgspec.Meta(max_length=512)]]], msgspec.Meta(max_length=4)]
 
 
 class FrameError(ValueError):
@@ -74,7 +78,8 @@ class _Body(msgspec.Struct, array_like=True, frozen=True):
 
 class Hello(_Body, frozen=True):
     """The dialling side's first frame. `asked` is the cluster id that it expects to find. `token` is empty on a link's
-    first connection and names the link afterwards.
+    first connection and names the link afterwards. `paths` are the kinds of data path it can use, best first; on the
+    second connection it is the one that was chosen.
     """
 
     kind: ClassVar[int] = 1
@@ -87,7 +92,7 @@ class Hello(_Body, frozen=True):
     lane: Annotated[int, msgspec.Meta(ge=0, le=1)]
     token: Token
     authenticates: bool
-    capabilities: Names
+    paths: Names
 
 
 class Challenge(_Body, frozen=True):
@@ -104,12 +109,13 @@ class Prove(_Body, frozen=True):
 
 
 class Welcome(_Body, frozen=True):
+    """`offers` names the kinds of data path that both sides can use, each with what the dialling side needs for it."""
+
     kind: ClassVar[int] = 4
     cluster_id: U64
     proof: Proof
     token: Token
-    capabilities: Names
-    path: Name
+    offers: Offers
 
 
 class Reject(_Body, frozen=True):
@@ -158,8 +164,11 @@ class Request(_Body, frozen=True):
 
 
 class Grant(_Body, frozen=True):
-    """The source's consent: `per_tensor` bytes of each of `tensors` tensors follow, in the tail when `inline`. The
-    `ticket` is what a one-sided path needs to find them by itself.
+    """The source's consent: `per_tensor` bytes of each of `tensors` tensors follow, in the tail when `inline`.
+
+    With a `ticket` the puller reads them by itself: from byte `start` of each source tensor on, or, for blocks, where
+    it asked for them. With `entry_nbytes`, the size of the cache's batch entries, it may read the whole cache again
+    without asking.
     """
 
     kind: ClassVar[int] = 9
@@ -169,7 +178,9 @@ class Grant(_Body, frozen=True):
     per_tensor: Count
     inline: bool
     wants_done: bool
-    ticket: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""
+    ticket: Annotated[bytes, msgspec.Meta(max_length=4096)] | None = None
+    start: Count = 0
+    entry_nbytes: Count = 0
 
 
 class Refuse(_Body, frozen=True):
@@ -197,6 +208,29 @@ class DoneAck(_Body, frozen=True):
     grant_id: Id16
 
 
+class Check(_Body, frozen=True):
+    """Is the memory of that grant still what it was? Asked after reading it, where nothing else can tell."""
+
+    kind: ClassVar[int] = 16
+    grant_id: Id16
+
+
+class Checked(_Body, frozen=True):
+    kind: ClassVar[int] = 17
+    grant_id: Id16
+    valid: bool
+
+
+class Read(_Body, frozen=True):
+    """Reads of a cache that were not asked for one by one, since the last such report; some have their pull's id."""
+
+    kind: ClassVar[int] = 18
+    cache_id: Count
+    pulls: Count
+    nbytes: Count
+    pull_ids: Annotated[list[Name], msgspec.Meta(max_length=64)]
+
+
 class Bye(_Body, frozen=True):
     kind: ClassVar[int] = 14
 
@@ -219,13 +253,17 @@ Message = (
     | Cancel
     | Done
     | DoneAck
+    | Check
+    | Checked
+    | Read
     | Bye
     | ByeAck
 )
 MESSAGES: Final[dict[int, type[Message]]] = {
     message.kind: message
     for message in (
-        Hello, Challenge, Prove, Welcome, Reject, Ping, Pong, Request, Grant, Refuse, Cancel, Done, DoneAck, Bye, ByeAck
+        Hello, Challenge, Prove, Welcome, Reject, Ping, Pong, Request, Grant, Refuse, Cancel, Done, DoneAck, Check,
+        Checked, Read, Bye, ByeAck,
     )
 }  # fmt: skip
 _DECODERS = {kind: msgspec.msgpack.Decoder(message, strict=True) for kind, message in MESSAGES.items()}
@@ -235,15 +273,15 @@ _WITH_TAIL = (Request.kind, Grant.kind)
 
 class Frame(msgspec.Struct, frozen=True):
     message: Message
-    tail: bytes = b""
+    tail: bytes | memoryview = b""
 
 
-def encode(message: Message, tail: bytes = b"") -> bytes:
-    """One frame as bytes. Raises FrameError when it would exceed what a peer accepts."""
-    body = _ENCODER.encode(message)
-    if len(body) > BODY_LIMIT or len(tail) > TAIL_LIMIT:
-        raise FrameError(f"a {type(message).__name__} frame of {len(body)} + {len(tail)} bytes exceeds the limits")
-    return HEADER.pack(len(body) + len(tail), message.kind, len(body)) + body + tail
+def encode(message: Message, *tail: bytes | memoryview) -> bytes:
+    """One frame as bytes; the tail may come in pieces. FrameError when it would exceed what a peer accepts."""
+    body, tail_size = _ENCODER.encode(message), sum(map(len, tail))
+    if len(body) > BODY_LIMIT or tail_size > TAIL_LIMIT:
+        raise FrameError(f"a {type(message).__name__} frame of {len(body)} + {tail_size} bytes exceeds the limits")
+    return b"".join((HEADER.pack(len(body) + tail_size, message.kind, len(body)), body, *tail))
 
 
 def encode_table(values: NDArray[np.int64]) -> bytes:
@@ -258,35 +296,63 @@ def decode_table(tail: bytes) -> NDArray[np.int64]:
 
 
 class Decoder:
-    """Collects bytes and yields frames. Memory stays below one frame of the current `limit` plus what was fed."""
+    """Takes bytes and yields frames. Memory stays below one frame of the current `limit` plus what was fed."""
 
     def __init__(self, limit: int = GREETING_LIMIT) -> None:
         self.limit = limit
         self._buffer = bytearray()
+        self._fed: bytes | memoryview = b""
+        self._at = 0
 
-    def feed(self, data: bytes) -> None:
-        self._buffer += data
+    def feed(self, data: bytes | memoryview) -> None:
+        """Frames that are whole are read where they are, and their tails stay there: see `keep`."""
+        self.keep()
+        if self._buffer:
+            self._buffer += data
+        else:
+            self._fed, self._at = data, 0
+
+    def keep(self) -> None:
+        """What was fed last and is left of it will not be valid for longer."""
+        if self._at < len(self._fed):
+            self._buffer += self._fed[self._at :]
+        self._fed, self._at = b"", 0
 
     @property
     def buffered(self) -> int:
-        return len(self._buffer)
+        return len(self._buffer) + len(self._fed) - self._at
 
     def next_frame(self) -> Frame | None:
         """The next whole frame, None when more bytes are needed, FrameError when this can never become one."""
-        if len(self._buffer) < HEADER.size:
+        source = self._buffer or self._fed
+        body_at = self._at + HEADER.size
+        if len(source) < body_at:
             return None
-        length, kind, body_length = HEADER.unpack_from(self._buffer)
+        length, kind, body_length = HEADER.unpack_from(source, self._at)
         self._check(length, kind, body_length)
-        if len(self._buffer) < HEADER.size + length:
+        body_end, end = body_at + body_length, body_at + length
+        if len(source) < end:
             return None
-        body_end = HEADER.size + body_length
-        body = bytes(memoryview(self._buffer)[HEADER.size : body_end])
-        tail = bytes(memoryview(self._buffer)[body_end : HEADER.size + length])
-        del self._buffer[: HEADER.size + length]
-        try:
-            return Frame(_DECODERS[kind].decode(body), tail)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise FrameError(f"a malformed {MESSAGES[kind].__name__} frame: {error}") from error
+        body = source[body_at:body_end]
+        if isinstance(source, bytearray):
+            tail: bytes | memoryview = bytes(source[body_end:end])
+            del self._buffer[:end]
+        else:
+            tail = source[body_end:end]
+            self._at = end
+        return _frame(kind, body, tail)
+
+    def whole(self, data: bytes | memoryview) -> Frame | None:
+        """What `feed` and `next_frame` would give for bytes that are just one frame, as nearly all are; None for other
+        bytes, which must be fed.
+        """
+        if self._buffer or self._at < len(self._fed) or len(data) < HEADER.size:
+            return None
+        length, kind, body_length = HEADER.unpack_from(data)
+        if len(data) != HEADER.size + length:
+            return None
+        self._check(length, kind, body_length)
+        return _frame(kind, data[HEADER.size : HEADER.size + body_length], data[HEADER.size + body_length :])
 
     def _check(self, length: int, kind: int, body_length: int) -> None:
         if length > self.limit:
@@ -300,3 +366,10 @@ class Decoder:
             raise FrameError(f"a body of {body_length} bytes in a frame of {length} (limit {BODY_LIMIT})")
         if body_length != length and kind not in _WITH_TAIL:
             raise FrameError(f"a {MESSAGES[kind].__name__} frame carries no tail, {length - body_length} bytes came")
+
+
+def _frame(kind: int, body: bytes | bytearray | memoryview, tail: bytes | memoryview) -> Frame:
+    try:
+        return Frame(_DECODERS[kind].decode(body), tail)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(f"a malformed {MESSAGES[kind].__name__} frame: {error}") from error

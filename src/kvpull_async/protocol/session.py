@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -43,26 +43,31 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
+_OVER: Final = (State.FAILED, State.CLOSED)
+
+
 @dataclass(frozen=True)
 class Identity:
-    """Who this side is: the incarnation is random per `init`, the capabilities are names of data paths."""
+    """Who this side is: the incarnation is random per `init`, `paths` are the kinds of data path it can use."""
 
     cluster_id: int
     incarnation: bytes
-    capabilities: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
     secret: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Who the other side is, as far as the greeting told. `token` names the link, `path` the chosen data path."""
+    """Who the other side is, as far as the greeting told. `token` names the link. The accepting side learns the `paths`
+    that the peer can use, the dialling side the `offers` made for them.
+    """
 
     cluster_id: int
     incarnation: bytes
-    capabilities: tuple[str, ...]
     lane: int
     token: bytes = field(default=b"", repr=False)
-    path: str = ""
+    paths: tuple[str, ...] = ()
+    offers: tuple[tuple[str, bytes], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -89,13 +94,14 @@ class Failed:
 @dataclass(frozen=True)
 class Received:
     message: Message
-    tail: bytes = b""
+    tail: bytes | memoryview = b""
+    """A grant's payload may be a view of what `receive` was given, and is then valid as long."""
 
 
 Event = Asked | Ready | Failed | Received
 
-_TO_SERVER: Final = (frames.Request, frames.Cancel, frames.Done, frames.Bye)
-_TO_REQUESTER: Final = (frames.Grant, frames.Refuse, frames.DoneAck, frames.ByeAck)
+_TO_SERVER: Final = (frames.Request, frames.Cancel, frames.Done, frames.Check, frames.Read, frames.Bye)
+_TO_REQUESTER: Final = (frames.Grant, frames.Refuse, frames.DoneAck, frames.Checked, frames.ByeAck)
 _TO_BOTH: Final = (frames.Ping, frames.Pong)
 
 
@@ -153,60 +159,57 @@ class Session:
             lane=self._lane,
             token=self._token,
             authenticates=self._identity.secret is not None,
-            capabilities=list(self._identity.capabilities),
+            paths=list(self._identity.paths),
         )
         self._put(self._hello)
         self.state = State.GREETING
 
-    def receive(self, data: bytes) -> None:
+    def receive(self, data: bytes | memoryview) -> None:
         """Take bytes from the peer; afterwards collect the events and send the output."""
-        if self.state in (State.FAILED, State.CLOSED):
+        if self.state in _OVER:
             return
-        self._decoder.feed(data)
         self.more = False
         try:
+            frame = self._decoder.whole(data)
+            if frame is not None:
+                self._handle(frame)
+                return
+            self._decoder.feed(data)
             for _ in range(FRAMES_AT_ONCE):
-                if not self._step():
-                    return
-            self.more = True
+                frame = self._decoder.next_frame()
+                if frame is not None:
+                    self._handle(frame)
+                if not self._decoder.buffered or frame is None or self.state in _OVER:
+                    break
+            else:
+                self.more = True
         except FrameError as error:
             self.fail(str(error), LLMStatusCode.LLM_LINK_FAILED)
-
-    def _step(self) -> bool:
-        frame = None if self.state in (State.FAILED, State.CLOSED) else self._decoder.next_frame()
-        if frame is not None:
-            self._handle(frame)
-        return frame is not None
+        self._decoder.keep()
 
     def receive_eof(self) -> None:
-        if self.state not in (State.FAILED, State.CLOSED):
+        if self.state not in _OVER:
             what = "during the greeting" if self.state is not State.READY else "without a goodbye"
             self.fail(f"the peer closed the connection {what}", LLMStatusCode.LLM_LINK_FAILED)
 
-    def welcome(self, *, token: bytes, path: str) -> None:
+    def welcome(self, *, token: bytes, offers: Sequence[tuple[str, bytes]] = ()) -> None:
         """Accept the peer of the last `Asked` event."""
         assert self.state is State.DECIDING
         assert self._hello is not None
-        welcome = frames.Welcome(
-            cluster_id=self._identity.cluster_id,
-            proof=b"",
-            token=token,
-            capabilities=list(self._identity.capabilities),
-            path=path,
-        )
+        welcome = frames.Welcome(cluster_id=self._identity.cluster_id, proof=b"", token=token, offers=list(offers))
         self._put(msgspec.structs.replace(welcome, proof=self._proof(welcome)))
-        self._become_ready(self._peer_of(self._hello, token=token, path=path))
+        self._become_ready(self._peer_of(self._hello, token=token))
 
     def reject(self, status: LLMStatusCode, reason: str) -> None:
         """Refuse the peer; the owner sends the output and closes."""
         self._put(frames.Reject(status=int(status), reason=reason[:_REASON_LIMIT]))
         self.fail(reason, status)
 
-    def send(self, message: Message, tail: bytes = b"") -> None:
+    def send(self, message: Message, *tail: bytes | memoryview) -> None:
         """Queue a message of the READY state. The frames' limits hold here too (FrameError)."""
         if self.state is not State.READY:
             raise FrameError(f"the connection is {self.state.value}")
-        self._put(message, tail)
+        self._put(message, *tail)
 
     def new_request(self) -> int:
         """A request id never used before on this connection; its answer will be let through."""
@@ -223,7 +226,7 @@ class Session:
             self.state = State.CLOSED
 
     def fail(self, reason: str, status: LLMStatusCode, *, by_peer: bool = False) -> None:
-        if self.state in (State.FAILED, State.CLOSED):
+        if self.state in _OVER:
             return
         self.state = State.FAILED
         self._events.append(Failed(reason, status, by_peer))
@@ -304,7 +307,7 @@ class Session:
             self.reject(LLMStatusCode.LLM_LINK_FAILED, named)
             return
         self.state = State.DECIDING
-        self._events.append(Asked(self._peer_of(self._hello, token=self._hello.token, path="")))
+        self._events.append(Asked(self._peer_of(self._hello, token=self._hello.token)))
 
     def _welcomed(self, welcome: frames.Welcome) -> None:
         assert self._challenge is not None
@@ -315,10 +318,9 @@ class Session:
             Peer(
                 cluster_id=welcome.cluster_id,
                 incarnation=self._challenge.incarnation,
-                capabilities=tuple(welcome.capabilities),
                 lane=self._lane,
                 token=welcome.token,
-                path=welcome.path,
+                offers=tuple(welcome.offers),
             )
         )
 
@@ -333,8 +335,8 @@ class Session:
         self._decoder.limit = READY_LIMIT
         self._events.append(Ready(peer))
 
-    def _peer_of(self, hello: frames.Hello, *, token: bytes, path: str) -> Peer:
-        return Peer(hello.cluster_id, hello.incarnation, tuple(hello.capabilities), hello.lane, token, path)
+    def _peer_of(self, hello: frames.Hello, *, token: bytes) -> Peer:
+        return Peer(hello.cluster_id, hello.incarnation, hello.lane, token, tuple(hello.paths))
 
     def _proof(self, welcome: frames.Welcome | None = None) -> bytes:
         """HMAC over all that was said so far: no proof can be replayed, reflected, or moved to other words. The
@@ -350,7 +352,7 @@ class Session:
 
     # -- the ready connection ---------------------------------------------------------------------------------------
 
-    def _handle_ready(self, message: Message, tail: bytes) -> None:
+    def _handle_ready(self, message: Message, tail: bytes | memoryview) -> None:
         expected = _TO_REQUESTER if self.requests else _TO_SERVER
         if isinstance(message, frames.Ping):
             self._put(frames.Pong(message.number))
@@ -362,11 +364,11 @@ class Session:
         elif isinstance(message, (frames.Grant, frames.Refuse)):
             self._answered(message, tail)
         elif isinstance(message, frames.Request):
-            self._asked(message, tail)
+            self._asked(message, bytes(tail))
         else:
             self._events.append(Received(message))
 
-    def _answered(self, message: frames.Grant | frames.Refuse, tail: bytes) -> None:
+    def _answered(self, message: frames.Grant | frames.Refuse, tail: bytes | memoryview) -> None:
         if message.request_id in self._open:
             del self._open[message.request_id]
             self._events.append(Received(message, tail))
@@ -380,15 +382,15 @@ class Session:
             self.fail(f"request id {request.request_id} came out of order", LLMStatusCode.LLM_LINK_FAILED)
         elif len(self._open) >= IN_FLIGHT_LIMIT:
             self.fail(f"more than {IN_FLIGHT_LIMIT} requests in flight", LLMStatusCode.LLM_LINK_FAILED)
-        elif sum(self._open.values()) + len(tail) > TABLES_LIMIT:
+        elif tail and sum(self._open.values()) + len(tail) > TABLES_LIMIT:
             self.fail(f"more than {TABLES_LIMIT} bytes of tables in flight", LLMStatusCode.LLM_LINK_FAILED)
         else:
             self._last_request = request.request_id
             self._open[request.request_id] = len(tail)
             self._events.append(Received(request, tail))
 
-    def _put(self, message: Message, tail: bytes = b"") -> None:
-        self._output.append(frames.encode(message, tail))
+    def _put(self, message: Message, *tail: bytes | memoryview) -> None:
+        self._output.append(frames.encode(message, *tail))
 
 
 def _versions(*, dialer: int, acceptor: int) -> str:

@@ -1,4 +1,4 @@
-"""Things that go wrong, on purpose: stalled and cut connections, copies held in the middle, transfers that do not stop.
+"""Things that go wrong, on purpose: stalled and cut connections, copies held in the middle.
 
 For tests of the library, and of transports and memories written for it. Nothing but tests may import it.
 """
@@ -14,17 +14,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._deadline import Deadline
 from kvpull_async._workers import report_to
-from kvpull_async.memory.base import Allocation, Batches, MemoryBackend, Region, Span
+from kvpull_async.memory.base import Allocation, Batches, MemoryBackend, Region
+from kvpull_async.transport.arrivals import Arrivals
 from kvpull_async.transport.base import (
     Address,
     ControlChannel,
     DataPath,
     Listener,
     OnChannel,
+    PathKind,
     PathSeed,
-    Transfer,
     Transport,
 )
 from kvpull_async.values import Placement
@@ -35,12 +36,10 @@ __all__ = [
     "FaultyTransport",
     "Gate",
     "GatedMemory",
-    "StubbornPath",
-    "StubbornTransfer",
-    "StubbornTransport",
 ]
 
 _LIMIT: Final = 30.0
+_UNREAD: Final = 256 * 1024
 
 
 class Gate:
@@ -211,39 +210,52 @@ class FaultyChannel(ControlChannel):
 
     def __init__(self, inner: ControlChannel, faults: Faults) -> None:
         self.peer = inner.peer
+        self.arrivals = Arrivals(self._taken)
         self.loop = asyncio.get_running_loop()
         self._inner = inner
         self._faults = faults
         self._ended = False
         self._held: list[bytes] = []
-        self._arrived: bytes | None = None
+        self._late: list[bytes | OSError | None] = []
+        self._full = False
         self._flow: asyncio.Event = asyncio.Event()
+        self._inner.deliver(self._arrive, self._end)
         faults.opened(self)
 
+    @property
+    def ready(self) -> bool:
+        return not self._stalled and not self._ended and self._inner.ready
+
     async def send(self, data: bytes) -> None:
-        await self._flowing()
+        while self._stalled and not self._ended:
+            self._flow.clear()
+            await self._flow.wait()
         if self._lost():
             raise ConnectionResetError("cut by the test")
         await self._inner.send(data)
 
     def post(self, data: bytes) -> None:
-        if self._faults.stalled or self._held:
+        if self._stalled:
             self._held.append(data)
         elif not self._lost():
             self._inner.post(data)
 
-    async def receive(self) -> bytes:
-        if self._arrived is None:
-            self._arrived = await self._inner.receive()
-        await self._flowing()
-        data, self._arrived = self._arrived, None
-        return data
+    def pause(self) -> None:
+        self.arrivals.pause()
+        self._inner.pause()
+
+    def resume(self) -> None:
+        self.arrivals.resume()
+        if not self._late:
+            self._inner.resume()
 
     def abort(self) -> None:
         self._ended = True
         self._faults.closed(self)
         self._inner.abort()
         self._flow.set()
+        self._catch_up()
+        self.arrivals.end()
 
     def flush(self) -> None:
         """The stall is over. On this channel's loop."""
@@ -251,11 +263,43 @@ class FaultyChannel(ControlChannel):
         for data in held:
             self.post(data)
         self._flow.set()
+        if not self._stalled:
+            self._catch_up()
+            if not self.arrivals.paused:
+                self._inner.resume()
 
-    async def _flowing(self) -> None:
-        while (self._faults.stalled or self._held) and not self._ended:
-            self._flow.clear()
-            await self._flow.wait()
+    @property
+    def _stalled(self) -> bool:
+        return self._faults.stalled or bool(self._held)
+
+    def _arrive(self, data: bytes | memoryview) -> None:
+        if self._stalled and not self._ended:
+            self._late.append(bytes(data))
+            self._inner.pause()
+        else:
+            self.arrivals.put(data)
+            if self.arrivals.unread > _UNREAD:
+                self._full = True
+                self._inner.pause()
+
+    def _taken(self, n: int) -> None:
+        if self._full and self.arrivals.unread <= _UNREAD and not self.arrivals.paused and not self._late:
+            self._full = False
+            self._inner.resume()
+
+    def _end(self, error: OSError | None) -> None:
+        if self._stalled and not self._ended:
+            self._late.append(error)
+        else:
+            self.arrivals.end(error)
+
+    def _catch_up(self) -> None:
+        late, self._late = self._late, []
+        for one in late:
+            if isinstance(one, bytes):
+                self.arrivals.put(one)
+            else:
+                self.arrivals.end(one)
 
     def _lost(self) -> bool:
         if self._faults.loses():
@@ -266,7 +310,7 @@ class FaultyChannel(ControlChannel):
         return f"<FaultyChannel of {self._inner!r}>"
 
 
-class FaultyTransport(Transport):
+class FaultyTransport(Transport, PathKind):
     """Another transport whose control channels suffer `faults`. Its data paths are left alone."""
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
@@ -281,101 +325,8 @@ class FaultyTransport(Transport):
         return FaultyChannel(await self._inner.dial(address), self._faults)
 
     def path(self, seed: PathSeed) -> DataPath:
+        assert isinstance(self._inner, PathKind)
         return self._inner.path(seed)
-
-    def reaches(self, address: Address) -> bool:
-        return self._inner.reaches(address)
-
-
-class StubbornTransfer:
-    """A transfer that cannot be stopped, as those of some native engines."""
-
-    def __init__(self, inner: Transfer) -> None:
-        self._inner = inner
-
-    @property
-    def done(self) -> asyncio.Future[int]:
-        return self._inner.done
-
-    @property
-    def settled(self) -> asyncio.Future[None]:
-        return self._inner.settled
-
-    def abort(self) -> bool:
-        return False
-
-
-class StubbornPath(DataPath):
-    """Another path whose fetches refuse to abort: only their own end, or the source's, settles them.
-
-    The path below must be able to begin a transfer while another one runs.
-    """
-
-    def __init__(self, inner: DataPath) -> None:
-        self.name = inner.name
-        self.one_sided = inner.one_sided
-        self._inner = inner
-        self._running: set[asyncio.Future[None]] = set()
-        self._aborted = False
-
-    async def ready(self, deadline: Deadline) -> None:
-        await self._inner.ready(deadline)
-
-    def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> StubbornTransfer:
-        transfer = StubbornTransfer(self._inner.fetch(grant_id, landing, nbytes))
-        self._running.add(transfer.settled)
-        transfer.settled.add_done_callback(self._settled)
-        return transfer
-
-    def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> Transfer:
-        return self._inner.serve(grant_id, lending, nbytes)
-
-    def describe(self, grant_id: bytes, span: Span) -> bytes:
-        return self._inner.describe(grant_id, span)
-
-    def expect(self, grant_id: bytes, ticket: bytes, span: Span) -> None:
-        self._inner.expect(grant_id, ticket, span)
-
-    def give_up(self) -> None:
-        self._inner.give_up()
-
-    def release(self, grant_id: bytes) -> None:
-        self._inner.release(grant_id)
-
-    def abort(self) -> None:
-        self._aborted = True
-        if not self._running:
-            self._inner.abort()
-
-    async def aclose(self, deadline: Deadline) -> None:
-        self.abort()
-        if await absorb(self._running, deadline):
-            await self._inner.aclose(deadline)
-
-    def _settled(self, settled: asyncio.Future[None]) -> None:
-        self._running.discard(settled)
-        if self._aborted and not self._running:
-            self._inner.abort()
-
-    def __repr__(self) -> str:
-        return f"<StubbornPath running={len(self._running)} of {self._inner!r}>"
-
-
-class StubbornTransport(Transport):
-    """Another transport whose paths are stubborn."""
-
-    def __init__(self, inner: Transport) -> None:
-        self.name = inner.name
-        self._inner = inner
-
-    async def listen(self, address: Address, on_channel: OnChannel) -> Listener:
-        return await self._inner.listen(address, on_channel)
-
-    async def dial(self, address: Address) -> ControlChannel:
-        return await self._inner.dial(address)
-
-    def path(self, seed: PathSeed) -> DataPath:
-        return StubbornPath(self._inner.path(seed))
 
     def reaches(self, address: Address) -> bool:
         return self._inner.reaches(address)

@@ -110,7 +110,7 @@ class TcpTransfer:
         report_to(self._loop, self._finish, 0, ConnectionError("the payload connection has ended"))
 
     def check(self) -> None:
-        if self.cancelled:
+        if self.cancelled or self._payload.broken:  # a Unix socket still gives what came before its shutdown
             raise ConnectionAbortedError("the transfer was aborted")
 
     def _finish(self, moved: int, error: BaseException | None) -> None:

@@ -1,6 +1,6 @@
 """Plain TCP: the control plane's companion, and the payload's fallback. It must not know caches, keys or requests.
 
-Every connection starts with a preamble that says what it is for. Control connections become asyncio streams. Payload
+Every connection starts with a preamble that says what it is for. Control connections become asyncio protocols. Payload
 connections stay plain blocking sockets, each owned by a thread of its own, so that a peer that stops reading or
 sending exhausts nobody else's threads; a shutdown of the socket interrupts that thread at once.
 """
@@ -17,9 +17,18 @@ from typing import Final
 
 from kvpull_async import observe
 from kvpull_async._deadline import Deadline, absorb
-from kvpull_async.memory.base import Batches
-from kvpull_async.transport.base import Address, ControlChannel, DataPath, Listener, OnChannel, PathSeed, Transport
-from kvpull_async.transport.payload import Payload, TcpTransfer, receive_into, send_from
+from kvpull_async.transport.arrivals import Arrivals
+from kvpull_async.transport.base import (
+    Address,
+    ControlChannel,
+    DataPath,
+    Listener,
+    OnChannel,
+    PathKind,
+    PathSeed,
+    Transport,
+)
+from kvpull_async.transport.stream import StreamPath
 
 __all__ = ["TcpTransport"]
 
@@ -31,9 +40,10 @@ _ATTACHED: Final = b"\x06"
 _READ_SIZE: Final = 256 * 1024
 _GREETINGS: Final = 128
 _ACCEPT_PAUSE: Final = 0.05
+_PACED, _UNPACED = b"bbr", b"reno"
 
 
-class TcpTransport(Transport):
+class TcpTransport(Transport, PathKind):
     """All TCP connections of one engine."""
 
     name = "tcp"
@@ -43,6 +53,7 @@ class TcpTransport(Transport):
         self._greeting_timeout = greeting_timeout
         self._attachable: dict[tuple[bytes, int], TcpPath] = {}
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._buffer = memoryview(bytearray(_READ_SIZE))
 
     async def listen(self, address: Address, on_channel: OnChannel) -> Listener:
         sock = socket.create_server(address, family=socket.AF_INET, backlog=512)
@@ -52,7 +63,7 @@ class TcpTransport(Transport):
 
     async def dial(self, address: Address) -> ControlChannel:
         sock = await self._connect(address, _CONTROL)
-        return await _open_channel(sock)
+        return await _open_channel(sock, self._buffer)
 
     def path(self, seed: PathSeed) -> DataPath:
         path = TcpPath(self, seed)
@@ -60,7 +71,7 @@ class TcpTransport(Transport):
             self._attachable[seed.token, seed.lane] = path
         return path
 
-    def forget(self, seed: PathSeed) -> None:
+    def detach(self, seed: PathSeed) -> None:
         self._attachable.pop((seed.token, seed.lane), None)
 
     def adopt(self, sock: socket.socket) -> None:
@@ -78,6 +89,7 @@ class TcpTransport(Transport):
         async with deadline.scope():
             sock = await self._connect(seed.address, _PAYLOAD + _TICKET.pack(seed.token, seed.lane))
             try:
+                _unpace(sock)
                 if await loop.sock_recv(sock, 1) != _ATTACHED:
                     raise ConnectionError("the peer did not take the payload connection")
             except BaseException:
@@ -100,7 +112,7 @@ class TcpTransport(Transport):
                     return
             if kind != _CONTROL:
                 raise ConnectionError(f"a connection of unknown kind {kind!r}")
-            channel = await _open_channel(sock)
+            channel = await _open_channel(sock, self._buffer)
             handed_on = True
             await on_channel(channel)
         except (OSError, asyncio.TimeoutError) as error:
@@ -114,6 +126,7 @@ class TcpTransport(Transport):
         path = self._attachable.get((token, lane))
         if path is None:
             raise ConnectionError("a payload connection for a link that does not exist")
+        _unpace(sock)
         await asyncio.get_running_loop().sock_sendall(sock, _ATTACHED)
         path.attach(sock)
 
@@ -190,104 +203,138 @@ class _TcpListener(Listener):
         await absorb(tuple(self._greetings), Deadline.after_ms(1000))
 
 
-class _TcpChannel(ControlChannel):
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
+class _TcpChannel(ControlChannel, asyncio.BufferedProtocol):
+    """Bytes come into a buffer that all channels of a loop share, since a callback takes them out on the spot: no task
+    wakes up for them.
+    """
+
+    def __init__(self, peer: str, buffer: memoryview) -> None:
         self.peer = peer
-        self._reader = reader
-        self._writer = writer
+        self.arrivals = Arrivals(self._taken)
+        self._buffer = buffer
+        self._full = self._lost = self._held = False
+        self._senders: set[asyncio.Future[None]] = set()
+
+    @property
+    def ready(self) -> bool:
+        return not (self._full or self._lost)
 
     async def send(self, data: bytes) -> None:
-        await self._writer.drain()
-        self._writer.write(data)
+        while self._full and not self._lost:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._senders.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._senders.discard(waiter)
+        if not self.ready:
+            raise ConnectionResetError(errno.ECONNRESET, "the connection is over")
+        self._transport.write(data)
 
     def post(self, data: bytes) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(data)
-
-    async def receive(self) -> bytes:
-        return await self._reader.read(_READ_SIZE)
+        if not self._lost:
+            self._transport.write(data)
 
     def abort(self) -> None:
-        self._writer.transport.abort()
+        self._lost = True
+        self._transport.abort()
+
+    def pause(self) -> None:
+        self.arrivals.pause()
+        self._hold()
+
+    def resume(self) -> None:
+        self.arrivals.resume()
+        self._taken(0)
+
+    # -- called by the loop -----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.arrivals.put(self._buffer[:nbytes])
+        if self.arrivals.unread > _READ_SIZE:
+            self._hold()
+
+    def eof_received(self) -> bool:
+        self.arrivals.end()
+        return True  # what is to be said to the peer may still be
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost = True
+        self.arrivals.end(error if isinstance(error, OSError) else None)
+        self._flow()
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._flow()
+
+    def _flow(self) -> None:
+        for waiter in self._senders:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _hold(self) -> None:
+        self._held = True
+        self._transport.pause_reading()
+
+    def _taken(self, n: int) -> None:
+        if self._held and not self.arrivals.paused and self.arrivals.unread <= _READ_SIZE:
+            self._held = False
+            self._transport.resume_reading()
 
     def __repr__(self) -> str:
         return f"<TcpChannel {self.peer}>"
 
 
-class TcpPath(DataPath):
-    """One direction of one link. The side that dialled the link dials its payload connections too, when needed."""
+class TcpPath(StreamPath):
+    """Its payload connections lead to the port of the control connections."""
 
     name = "tcp"
 
     def __init__(self, transport: TcpTransport, seed: PathSeed) -> None:
+        super().__init__(dials=seed.dialer)
         self._transport = transport
         self._seed = seed
-        self._loop = asyncio.get_running_loop()
-        self._payload: Payload | None = None
-        self._ending: set[Payload] = set()
-        self._aborted = False
 
-    async def ready(self, deadline: Deadline) -> None:
-        if self._seed.dialer and not self._usable():
-            self.attach(await self._transport.dial_payload(self._seed, deadline))
-
-    def attach(self, sock: socket.socket) -> None:
-        """Take a new payload connection; an older one is of no use to the peer any more."""
-        if self._aborted:
-            sock.close()
-            return
-        self._drop()
-        try:
-            self._payload = Payload(sock, self._loop)
-        except BaseException:  # no thread to be had
-            sock.close()
-            raise
-
-    def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> TcpTransfer:
-        return TcpTransfer(self._connected(), receive_into(landing, grant_id, nbytes))
-
-    def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> TcpTransfer:
-        return TcpTransfer(self._connected(), send_from(lending, grant_id, nbytes))
-
-    def give_up(self) -> None:
-        """The side that dials begins anew: what is in the connection, or on its way, belongs to the request given up.
-        The side that was dialled need not, since the source breaks the connection when it hears of it, and dials again.
-        """
-        if self._seed.dialer:
-            self._drop()
+    async def dial(self, deadline: Deadline) -> socket.socket:
+        return await self._transport.dial_payload(self._seed, deadline)
 
     def abort(self) -> None:
-        self._aborted = True
-        self._transport.forget(self._seed)
-        self._drop()
-
-    async def aclose(self, deadline: Deadline) -> None:
-        self.abort()
-        await absorb([payload.ended for payload in self._ending], deadline)
-
-    def _connected(self) -> Payload:
-        if self._payload is None or self._payload.broken:
-            raise ConnectionError("there is no payload connection")
-        return self._payload
-
-    def _usable(self) -> bool:
-        return self._payload is not None and self._payload.alive()
-
-    def _drop(self) -> None:
-        payload, self._payload = self._payload, None
-        if payload is not None:
-            self._ending.add(payload)
-            payload.ended.add_done_callback(lambda _: self._ending.discard(payload))
-            payload.abort()
+        self._transport.detach(self._seed)
+        super().abort()
 
     def __repr__(self) -> str:
-        return f"<TcpPath lane={self._seed.lane} connected={self._payload is not None}>"
+        return f"<TcpPath lane={self._seed.lane} connected={self.connected}>"
 
 
-async def _open_channel(sock: socket.socket) -> _TcpChannel:
+def _unpace(sock: socket.socket) -> None:
+    """For a payload connection that does not leave this machine: there is no network to share, and a congestion control
+    that spaces packets out costs a third of the processor's time and almost half of the rate. Others stay as the system
+    wants them.
+    """
+    with contextlib.suppress(OSError):  # not allowed, or not known here: the bytes come more slowly, but they come
+        if sock.getsockname()[0] == sock.getpeername()[0] and congestion_of(sock) == _PACED:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
+
+
+def congestion_of(sock: socket.socket) -> bytes:
+    """The name of a connection's congestion control."""
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+async def _open_channel(sock: socket.socket, buffer: memoryview) -> _TcpChannel:
     peer = _name_of(sock)
-    reader, writer = await asyncio.open_connection(sock=sock, limit=_READ_SIZE)
-    return _TcpChannel(reader, writer, peer)
+    _, channel = await asyncio.get_running_loop().create_connection(lambda: _TcpChannel(peer, buffer), sock=sock)
+    return channel
 
 
 async def _receive_exactly(sock: socket.socket, n: int) -> bytes:

@@ -46,9 +46,9 @@ class Peer:
         info = duo.cluster(cluster, (address[0], address[1]))
         say("linked", codes=duo.codes(await self._node.link_clusters([info], duo.TIMEOUT_MS)))
 
-    async def pull(self, cluster: int, key: int, nbytes: int, timeout: float) -> None:
+    async def pull(self, cluster: int, key: int, nbytes: int, timeout: float, entries: int = 4) -> None:
         """Begin a pull; its end is told when it comes."""
-        cache = await self._node.kv_cache_manager.allocate_cache(CacheDesc(2, [4, nbytes], DataType.DT_UINT8))
+        cache = await self._node.kv_cache_manager.allocate_cache(CacheDesc(2, [entries, nbytes], DataType.DT_UINT8))
         self._kept.append(cache)
         task = asyncio.ensure_future(self._pull(CacheKey(cluster, key), cache, timeout))
         self._pulls.add(task)

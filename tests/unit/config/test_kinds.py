@@ -29,6 +29,7 @@ OWN_VALUES = [
     ("reconnect_grace", 4, "kvpull.ReconnectGrace", "4", "reconnect_grace_ms", 4),
     ("inline_limit", 4, "kvpull.InlineLimit", "4", "inline_limit", 4),
     ("device_backend", "auto", "kvpull.DeviceBackend", "auto", "device_backend", "auto"),
+    ("allow_process_vm_read", "off", "kvpull.AllowProcessVmRead", "off", "allow_process_vm_read", "off"),
 ]
 
 

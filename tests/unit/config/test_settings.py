@@ -141,12 +141,12 @@ def test_hixl_insists_on_its_conditions(change: dict[str, str | None]) -> None:
     assert next(iter(change)) in refused({k: v for k, v in {**HIXL, **change}.items() if v is not None})
 
 
-@pytest.mark.parametrize("backend", ["auto", "inproc", "tcp"])
+@pytest.mark.parametrize("backend", ["auto", "inproc", "shm", "tcp"])
 def test_our_backends_need_nothing(backend: str) -> None:
     assert settings({"llm.TransferBackend": backend}).transfer_backend == backend
 
 
-@pytest.mark.parametrize("backend", ["shm", "nixl", "mooncake"])
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_backends_to_come_say_so(backend: str) -> None:
     assert backend in refused({"llm.TransferBackend": backend}, code=NOT_ENABLED)
 

@@ -23,6 +23,7 @@ from kvpull_async import (
     LLMStatusCode,
     LLMTimeoutError,
     Placement,
+    plan,
 )
 from kvpull_async._workers import Workers
 from kvpull_async.config import Settings
@@ -57,6 +58,7 @@ class Table:
             Workers(1),
             self.counters,
             Log(),
+            asyncio.get_running_loop(),
             lambda cluster_id: self.link if cluster_id == 1 else None,  # type: ignore[arg-type,return-value]
         )
         self.entries, self.blocks = self.handle(0, blocks=False), self.handle(1, blocks=True)
@@ -291,6 +293,57 @@ async def test_a_sliced_grant_must_reach_into_the_last_block(table: Table, per_t
     table.link.granted = {"per_tensor": per_tensor}
     await refused(table.pull_blocks(KEY, [], [2, 0]), LLMStatusCode.LLM_FAILED)
     assert not table.memory.any()
+
+
+# -- which rows of the source they are ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def streamed() -> AsyncIterator[Table]:
+    """Whatever is pulled is not inside the answer."""
+    made = Table(inline_limit=0)
+    made.link.inline_limit = 0
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start", "rows"),
+    [
+        ({}, 0, [(tensor, 0, 100) for tensor in range(4)]),
+        ({"size": 7}, 300, [(tensor, 300, 7) for tensor in range(4)]),
+        ({"src_cache_offset": 5, "size": 9, "index": 2}, 205, [(tensor, 205, 9) for tensor in range(4)]),
+        ({"src_layer_range": range(3, 5)}, 100, [(tensor, 100, 100) for tensor in range(6, 10)]),
+        ({"dst_layer_range": range(1, 2)}, 100, [(0, 100, 100), (1, 100, 100)]),
+        ({"src_layer_range": range(8, 9), "dst_layer_range": range(1), "size": 3}, 2, [(16, 2, 3), (17, 2, 3)]),
+    ],
+)
+async def test_what_is_read_is_what_was_asked_for_from_where_the_grant_says(
+    streamed: Table, arguments: Any, start: int, rows: list[Any]
+) -> None:
+    streamed.link.granted = {"start": start}
+    for key in (KEY, CacheKeyByIdAndIndex(1, 5, 2)):
+        await streamed.pull(key, **arguments)
+        assert [tuple(row) for row in streamed.link.path.expected[-1].reading().tolist()] == rows
+
+
+@pytest.mark.parametrize(("layers", "first"), [({}, 0), ({"src_layer_range": range(5, 7)}, 10)])
+async def test_blocks_are_read_where_they_were_asked_for(streamed: Table, layers: Any, first: int) -> None:
+    streamed.link.granted = {"per_tensor": 300, "start": 12345}  # what the source says of a start is not for blocks
+    await streamed.pull_blocks(BlocksCacheKey(1, 6), [8, 9, 4], [2, 0, 1], **layers)
+    expected = streamed.link.path.expected[-1]
+    assert [tuple(row) for row in expected.reading().tolist()] == [
+        row for tensor in range(first, first + 4) for row in ((tensor, 800, 200), (tensor, 400, 100))
+    ]
+    assert plan.total(expected.reading()) == plan.total(expected.span.rows())
+
+
+async def test_an_entry_cut_into_blocks_is_read_in_one_run_of_each_tensor(streamed: Table) -> None:
+    streamed.link.granted = {"per_tensor": 150, "start": 600}
+    await streamed.pull_blocks(KEY, [], [2, 0])
+    expected = streamed.link.path.expected[-1]
+    assert [tuple(row) for row in expected.reading().tolist()] == [(tensor, 600, 150) for tensor in range(4)]
+    assert plan.total(expected.reading()) == plan.total(expected.span.rows())
 
 
 # -- what the caller's error says --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvpull_async.memory.base import Batches, Region, copy_batches, lend_bytes, planned
+from kvpull_async.memory.base import Batches, Region, copy_batches, lend_bytes, planned, watched
 from kvpull_async.values import Placement
 
 
@@ -137,6 +137,32 @@ def test_a_plan_that_nobody_asks_for_is_never_made() -> None:
         raise AssertionError("not asked for")
 
     planned(plan, lambda _: landing(bytearray()).generator).close()
+
+
+def test_a_watched_landing_tells_what_has_been_filled() -> None:
+    memory, heard = bytearray(12), []
+    target = landing(memory, [2, 3], [1], [6])
+
+    def hear(total: int) -> None:
+        assert memory == DATA[:total] + bytes(12 - total)
+        heard.append(total)
+
+    list(copy_batches(lend_bytes(DATA), watched(target.generator, hear)))
+    assert heard == [5, 6, 12]
+    assert target.completed
+
+
+def test_what_was_handed_out_and_not_filled_is_not_told() -> None:
+    heard: list[int] = []
+    target = landing(bytearray(9), [4], [5])
+    pieces = watched(target.generator, heard.append)
+    next(pieces)
+    assert heard == []
+    next(pieces)
+    pieces.close()
+    assert heard == [4]
+    assert target.closed
+    assert not target.completed
 
 
 def test_a_region_does_not_show_or_compare_its_owner() -> None:

@@ -41,8 +41,8 @@ def sent(session: Session) -> list[Message]:
 
 REFUSED = "refused"
 HEARTBEAT = {"Ping": [frames.Pong], "Pong": Received}
-TO_SERVER = {"Request": Received, "Cancel": Received, "Done": Received, "Bye": Received}
-TO_REQUESTER = {"DoneAck": Received, "ByeAck": Received}
+TO_SERVER = dict.fromkeys(("Request", "Cancel", "Done", "Check", "Read", "Bye"), Received)
+TO_REQUESTER = {"DoneAck": Received, "Checked": Received, "ByeAck": Received}
 TABLE: dict[tuple[str, str], dict[str, Any]] = {
     ("dialer", "new"): {"Reject": REFUSED},
     ("dialer", "greeting"): {"Challenge": [frames.Prove], "Reject": REFUSED},
@@ -128,12 +128,12 @@ def test_both_sides_learn_who_the_other_is(lane: int, secret: bytes | None) -> N
     dialer.start()
     exchange(dialer, acceptor)
     asked = acceptor.next_event()
-    assert asked == Asked(Peer(1, one.incarnation, ("tcp", "shm"), lane, TOKEN if lane else b""))
+    assert asked == Asked(Peer(1, one.incarnation, lane, TOKEN if lane else b"", ("tcp", "shm")))
     assert dialer.next_event() is None  # nothing is ready before the owner has decided
-    acceptor.welcome(token=TOKEN, path="tcp")
+    acceptor.welcome(token=TOKEN, offers=[("tcp", b"port")])
     exchange(dialer, acceptor)
-    assert dialer.next_event() == Ready(Peer(2, two.incarnation, ("tcp",), lane, TOKEN, "tcp"))
-    assert acceptor.next_event() == Ready(Peer(1, one.incarnation, ("tcp", "shm"), lane, TOKEN, "tcp"))
+    assert dialer.next_event() == Ready(Peer(2, two.incarnation, lane, TOKEN, offers=(("tcp", b"port"),)))
+    assert acceptor.next_event() == Ready(Peer(1, one.incarnation, lane, TOKEN, ("tcp", "shm")))
     assert (dialer.requests, acceptor.requests) == (lane == 0, lane == 1)
 
 
@@ -189,7 +189,7 @@ def test_a_secret_is_never_shown_or_sent() -> None:
         wire += (there := dialer.take_output())
         acceptor.receive(there)
         if acceptor.state is State.DECIDING:
-            acceptor.welcome(token=TOKEN, path="tcp")
+            acceptor.welcome(token=TOKEN)
         wire += (back := acceptor.take_output())
         dialer.receive(back)
     assert dialer.state is State.READY
@@ -224,7 +224,7 @@ def test_a_proof_for_one_lane_or_token_does_not_open_another() -> None:
     mine, victim = identity(1, secret=SECRET), identity(2, secret=SECRET)
     changed: dict[str, Any] = {
         "lane": 1, "token": TOKEN, "cluster_id": 3, "incarnation": b"x" * 16, "nonce": b"y" * 32, "asked": 9,
-        "capabilities": ["shm"],
+        "paths": ["shm"],
     }  # fmt: skip
 
     def steady(size: int) -> bytes:
@@ -243,13 +243,13 @@ def test_a_proof_for_one_lane_or_token_does_not_open_another() -> None:
 
 def test_a_welcome_that_was_changed_on_its_way_is_refused() -> None:
     """What the accepting side says about itself is proven too, so that nobody between can choose the path."""
-    changed: dict[str, Any] = {"cluster_id": 3, "token": b"z" * 16, "capabilities": ["shm"], "path": "shm"}
+    changed: dict[str, Any] = {"cluster_id": 3, "token": b"z" * 16, "offers": [("shm", b"")]}
     for field, value in changed.items():
         dialer = Session(identity(1, secret=SECRET), dialer=True, asked=2)
         acceptor = Session(identity(2, secret=SECRET), dialer=False)
         recorded(dialer, acceptor)
         acceptor.next_event()
-        acceptor.welcome(token=TOKEN, path="tcp")
+        acceptor.welcome(token=TOKEN)
         (welcome,) = sent(acceptor)
         dialer.receive(frames.encode(msgspec.structs.replace(welcome, **{field: value})))
         assert drained(dialer) == [Failed("the link secrets of the two sides differ", LINK_FAILED)], field
@@ -264,7 +264,7 @@ def test_a_reflected_proof_is_refused() -> None:
     dialer.receive(frames.encode(frames.Challenge(frames.VERSION, hello.incarnation, hello.nonce, authenticates=True)))
     (prove,) = sent(dialer)
     assert isinstance(prove, frames.Prove)
-    dialer.receive(frames.encode(frames.Welcome(1, prove.proof, TOKEN, ["tcp"], "tcp")))
+    dialer.receive(frames.encode(frames.Welcome(1, prove.proof, TOKEN, [("tcp", b"")])))
     assert drained(dialer) == [Failed("the link secrets of the two sides differ", LINK_FAILED)]
 
 
@@ -284,7 +284,7 @@ def test_an_acceptor_must_prove_itself_too() -> None:
     dialer = Session(identity(1, secret=SECRET), dialer=True, asked=2)
     dialer.start()
     dialer.receive(frames.encode(frames.Challenge(frames.VERSION, b"i" * 16, b"n" * 32, authenticates=True)))
-    dialer.receive(frames.encode(frames.Welcome(2, b"p" * 32, TOKEN, ["tcp"], "tcp")))
+    dialer.receive(frames.encode(frames.Welcome(2, b"p" * 32, TOKEN, [("tcp", b"")])))
     assert drained(dialer) == [Failed("the link secrets of the two sides differ", LINK_FAILED)]
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvpull_async._deadline import Deadline
-from kvpull_async.memory.base import PIECE_BYTES, Batches
+from kvpull_async.memory.base import PIECE_BYTES
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.observe import Log
 from kvpull_async.testing.faults import (
@@ -22,11 +19,9 @@ from kvpull_async.testing.faults import (
     FaultyTransport,
     Gate,
     GatedMemory,
-    StubbornPath,
-    StubbornTransfer,
-    StubbornTransport,
 )
-from kvpull_async.transport.base import ControlChannel, DataPath, PathSeed
+from kvpull_async.transport.arrivals import Arrivals
+from kvpull_async.transport.base import ControlChannel
 from kvpull_async.transport.inproc import InprocTransport
 from kvpull_async.values import Placement
 
@@ -120,18 +115,19 @@ class Pipe(ControlChannel):
     peer = "pipe"
 
     def __init__(self) -> None:
+        self.arrivals = Arrivals()
         self.sent: list[bytes] = []
         self.aborted = False
-        self.incoming: asyncio.Queue[bytes] = asyncio.Queue()
+
+    @property
+    def ready(self) -> bool:
+        return not self.aborted
 
     async def send(self, data: bytes) -> None:
         self.post(data)
 
     def post(self, data: bytes) -> None:
         self.sent.append(data)
-
-    async def receive(self) -> bytes:
-        return await self.incoming.get()
 
     def abort(self) -> None:
         self.aborted = True
@@ -151,7 +147,7 @@ async def test_without_a_fault_everything_passes() -> None:
     channel = FaultyChannel(pipe, faults)
     await channel.send(b"a")
     channel.post(b"b")
-    pipe.incoming.put_nowait(b"c")
+    pipe.arrivals.put(b"c")
     assert await channel.receive() == b"c"
     assert pipe.sent == [b"a", b"b"]
     channel.abort()
@@ -164,7 +160,7 @@ async def test_a_stall_holds_both_directions_and_resume_delivers_in_order() -> N
     receiving = begin(channel.receive())
     await turns()
     faults.stall()
-    pipe.incoming.put_nowait(b"late")
+    pipe.arrivals.put(b"late")
     channel.post(b"1")
     channel.post(b"2")
     sending = begin(channel.send(b"3"))
@@ -183,7 +179,7 @@ async def test_a_receive_cancelled_in_a_stall_loses_nothing() -> None:
     pipe, faults = Pipe(), Faults()
     channel = FaultyChannel(pipe, faults)
     faults.stall()
-    pipe.incoming.put_nowait(b"kept")
+    pipe.arrivals.put(b"kept")
     receiving = begin(channel.receive())
     await turns()
     receiving.cancel()
@@ -244,92 +240,3 @@ async def test_the_faulty_transport_is_the_other_one_with_faulty_channels() -> N
     far.abort()
     await listener.aclose()
     assert not transport.reaches(listener.address)
-
-
-# --- stubborn paths ---
-
-
-class Slow:
-    """A transfer that ends when the test says so."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[int] = loop.create_future()
-        self.settled: asyncio.Future[None] = loop.create_future()
-        self.aborted = False
-
-    def abort(self) -> bool:
-        self.aborted = True
-        return True
-
-
-class SlowPath(DataPath):
-    name = "slow"
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.transfer = Slow()
-
-    async def ready(self, deadline: Deadline) -> None:
-        self.calls.append("ready")
-
-    def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> Slow:
-        return self.transfer
-
-    def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> Slow:
-        return self.transfer
-
-    def give_up(self) -> None:
-        self.calls.append("give_up")
-
-    def release(self, grant_id: bytes) -> None:
-        self.calls.append("release")
-
-    def abort(self) -> None:
-        self.calls.append("abort")
-
-    async def aclose(self, deadline: Deadline) -> None:
-        self.calls.append("aclose")
-
-
-def nothing() -> Iterator[Any]:
-    yield from ()
-
-
-async def test_a_stubborn_fetch_refuses_to_abort_and_keeps_its_path_alive_until_it_settles() -> None:
-    inner = SlowPath()
-    path = StubbornPath(inner)
-    transfer = path.fetch(b"", nothing(), 0)  # type: ignore[arg-type]
-    assert isinstance(transfer, StubbornTransfer)
-    assert not transfer.abort()
-    path.abort()
-    began = time.monotonic()
-    await path.aclose(Deadline.after_ms(20))
-    assert time.monotonic() - began < 5
-    assert not inner.transfer.aborted
-    assert inner.calls == []
-    inner.transfer.done.set_result(0)
-    inner.transfer.settled.set_result(None)
-    await turns()
-    assert transfer.done.result() == 0
-    await path.aclose(Deadline.after_ms(1000))
-    assert set(inner.calls) == {"abort", "aclose"}
-
-
-async def test_a_stubborn_path_passes_the_rest_on() -> None:
-    inner = SlowPath()
-    path = StubbornPath(inner)
-    await path.ready(Deadline.after_ms(1000))
-    path.give_up()
-    path.release(b"")
-    assert path.serve(b"", nothing(), 0) is inner.transfer  # type: ignore[arg-type]
-    path.abort()
-    assert inner.calls == ["ready", "give_up", "release", "abort"]
-    inner.transfer.done.cancel()
-
-
-async def test_the_stubborn_transport_makes_stubborn_paths() -> None:
-    transport = StubbornTransport(InprocTransport(Log()))
-    path = transport.path(PathSeed(bytes(16), 0, True, None, None))  # type: ignore[arg-type]
-    assert isinstance(path, StubbornPath)
-    assert (transport.name, path.name, path.one_sided) == ("inproc", "inproc", True)

@@ -17,6 +17,7 @@ from kvpull_async.transport.base import (
     DataPath,
     Listener,
     OnChannel,
+    PathKind,
     PathSeed,
     Transfer,
     Transport,
@@ -51,11 +52,15 @@ class SmallestTransport(Transport):
     async def dial(self, address: Address) -> ControlChannel:
         raise NotImplementedError
 
+
+class SmallestKind(PathKind):
+    name = "smallest"
+
     def path(self, seed: PathSeed) -> DataPath:
         return SmallestPath()
 
 
-@pytest.mark.parametrize("contract", [ControlChannel, DataPath, Listener, Transport])
+@pytest.mark.parametrize("contract", [ControlChannel, DataPath, Listener, PathKind, Transport])
 def test_a_contract_cannot_be_used_without_its_methods(contract: type[object]) -> None:
     with pytest.raises(TypeError, match="abstract"):
         contract()
@@ -63,15 +68,27 @@ def test_a_contract_cannot_be_used_without_its_methods(contract: type[object]) -
 
 def test_a_path_streams_and_has_nothing_to_describe_expect_or_release_unless_it_says_so() -> None:
     path, span = SmallestPath(), Span((), lambda: np.empty((0, 3), np.int64))
-    assert path.one_sided is False
-    assert path.describe(b"g" * 16, span) == b""
-    path.expect(b"g" * 16, b"", span)
+    assert path.unproven(b"") is False
+    assert path.describe(b"g" * 16, span) is None
+    path.expect(b"g" * 16, None, lambda: np.empty((0, 3), np.int64), span)
     path.give_up()
     path.release(b"g" * 16)
 
 
 def test_a_transport_reaches_every_address_unless_it_says_otherwise() -> None:
-    assert SmallestTransport().reaches(("10.0.0.1", 7))
+    transport = SmallestTransport()
+    assert transport.reaches(("10.0.0.1", 7))
+    transport.close_after_fork()
+
+
+async def test_a_kind_needs_no_words_to_be_agreed_on_unless_it_says_so() -> None:
+    kind = SmallestKind()
+    assert kind.offer(b"t" * 16) == b""
+    await kind.meet(b"t" * 16, b"")
+    kind.forget(b"t" * 16)
+    kind.close_after_fork()
+    await kind.aclose(Deadline.after_ms(1000))
+    assert kind.why
 
 
 def test_a_seed_does_not_show_its_token() -> None:
@@ -81,7 +98,7 @@ def test_a_seed_does_not_show_its_token() -> None:
 
 def test_the_transports_have_names_of_their_own() -> None:
     assert {TcpTransport.name, InprocTransport.name} == {"tcp", "inproc"}
-    assert set(base.__all__) >= {"ControlChannel", "DataPath", "Listener", "Transfer", "Transport"}
+    assert set(base.__all__) >= {"ControlChannel", "DataPath", "Listener", "PathKind", "Transfer", "Transport"}
 
 
 class FakeTransfer:

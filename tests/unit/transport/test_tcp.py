@@ -16,7 +16,7 @@ from kvpull_async._workers import Workers
 from kvpull_async.memory.base import Batches
 from kvpull_async.observe import Log
 from kvpull_async.transport.base import Address, ControlChannel, PathSeed
-from kvpull_async.transport.tcp import TcpPath, TcpTransport
+from kvpull_async.transport.tcp import TcpPath, TcpTransport, congestion_of
 from tests.loop_nodes import EventLog, event_log, eventually
 
 MAGIC = b"KVPULL\x01"
@@ -298,41 +298,6 @@ async def test_the_side_that_dialled_opens_the_payload_connection_when_it_is_nee
         assert "connected=True" in repr(dialled)
 
 
-async def test_a_path_without_a_connection_refuses_at_once() -> None:
-    async with scene() as one, paths(one) as (dialled, accepted):
-        for path in (dialled, accepted):
-            with pytest.raises(ConnectionError, match="there is no payload connection"):
-                path.fetch(bytes(16), into(bytearray(1)), 1)
-            with pytest.raises(ConnectionError, match="there is no payload connection"):
-                path.serve(bytes(16), of(b"x"), 1)
-        await accepted.ready(soon())  # it is for the other side to dial
-
-
-@pytest.mark.parametrize("end", ["source", "puller"])
-async def test_p4_a_broken_connection_is_replaced_when_the_next_pull_needs_it(end: str) -> None:
-    async with scene() as one, paths(one) as (dialled, accepted):
-        assert await pull(accepted, dialled, b"before") == b"before"
-        broken = accepted._payload if end == "source" else dialled._payload
-        assert broken is not None
-        broken.abort()
-        await broken.ended
-        await eventually(lambda: not dialled._usable())
-        assert await pull(accepted, dialled, b"after") == b"after"
-
-
-@pytest.mark.parametrize("dialler_pulls", [True, False])
-async def test_bytes_of_a_pull_given_up_before_its_grant_do_not_reach_the_next_one(dialler_pulls: bool) -> None:
-    async with scene() as one, paths(one) as (dialled, accepted):
-        source, puller = (accepted, dialled) if dialler_pulls else (dialled, accepted)
-        assert await pull(source, puller, b"before") == b"before"
-        sent = source.serve(b"s" * 16, of(b"nobody wants this"), 17)
-        await sent.settled
-        puller.give_up()
-        sent.abort()  # when the source hears of it
-        await eventually(lambda: not dialled._usable())
-        assert await pull(source, puller, b"after") == b"after"
-
-
 async def test_a_stranger_with_a_wrong_token_does_not_disturb_the_owner() -> None:
     with event_log() as events:
         async with scene() as one, paths(one) as (dialled, accepted):
@@ -368,6 +333,47 @@ async def test_nobody_attaches_to_a_path_that_is_over() -> None:
         assert far.recv(1) == b""
         far.close()
         assert one.here._attachable == {}
+
+
+def _pace(sock: socket.socket) -> None:
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+    except OSError:
+        pytest.skip("this machine has no congestion control that paces")
+
+
+async def test_within_one_machine_payload_is_not_paced_and_control_is_as_the_system_wants_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect = TcpTransport._connect
+
+    async def paced(transport: TcpTransport, address: Address, first: bytes) -> socket.socket:
+        sock = await connect(transport, address, first)
+        _pace(sock)
+        return sock
+
+    monkeypatch.setattr(TcpTransport, "_connect", paced)
+    async with scene() as one, paths(one) as (dialled, accepted):
+        (listening,) = [sock for sock in one.here._sockets if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+        _pace(listening)  # what it accepts begins like itself
+        channel = await one.there.dial(one.address)
+        await eventually(lambda: len(one.channels) == 1)
+        control = {*one.here._sockets, *one.there._sockets} - {listening}
+        assert await pull(accepted, dialled, b"data") == b"data"
+        payload = {*one.here._sockets, *one.there._sockets} - {listening} - control
+        assert [congestion_of(sock) for sock in payload] == [b"reno", b"reno"]
+        assert [congestion_of(sock) for sock in control] == [b"bbr", b"bbr"]
+        channel.abort()
+
+
+async def test_a_payload_connection_whose_pacing_cannot_be_changed_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpull_async.transport.tcp._UNPACED", b"unknown")
+    async with scene() as one, paths(one) as (dialled, accepted):
+        (listening,) = one.here._sockets
+        _pace(listening)
+        assert await pull(accepted, dialled, b"data") == b"data"
+        assert accepted._payload is not None
+        assert congestion_of(accepted._payload._sock) == b"bbr"
 
 
 async def test_p3_a_payload_connection_that_is_not_taken_ends_with_the_deadline() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from kvpull_async._deadline import Deadline
 from kvpull_async.testing.contracts._waiting import PATIENCE, unwanted, within
@@ -89,6 +89,38 @@ class ControlContract:
                 if i % 2:
                     assert await self.read(far, 1) == b"?"
 
+    async def test_callbacks_get_what_comes_in_order_and_then_the_end(self) -> None:
+        async with self.channels() as (near, far):
+            whole, got = secrets.token_bytes(300_000), bytearray()
+            ended: asyncio.Future[OSError | None] = asyncio.get_running_loop().create_future()
+            near.post(whole[:1000])
+            far.deliver(got.extend, ended.set_result)
+            for at in range(1000, len(whole), 7000):
+                await within(near.send(whole[at : at + 7000]))
+            await self.until(lambda: len(got) >= len(whole))
+            assert got == whole
+            assert near.ready
+            near.abort()
+            assert isinstance(await within(ended), (OSError, type(None)))
+            assert not near.ready
+
+    async def test_a_paused_end_is_not_called_back_and_its_peer_has_to_wait(self) -> None:
+        async with self.channels() as (near, far):
+            got, sent, piece = bytearray(), 0, bytes(range(256)) * 1024
+            far.deliver(got.extend, lambda _: None)
+            far.pause()
+            sending = asyncio.ensure_future(near.send(piece))
+            while await self.finishes(sending):
+                sent += len(piece)
+                assert sent < 256 * 1024 * 1024, "pausing does not reach the peer"
+                sending = asyncio.ensure_future(near.send(piece))
+            assert not near.ready
+            assert not got, "called back although paused"
+            far.resume()
+            await within(sending)
+            await self.until(lambda: len(got) >= sent + len(piece))
+            assert got == piece * (sent // len(piece) + 1)
+
     async def test_the_peer_reads_what_was_sent_and_then_the_end(self) -> None:
         async with self.channels() as (near, far):
             near.abort()
@@ -157,6 +189,13 @@ class ControlContract:
             data += more
         assert len(data) == nbytes
         return bytes(data)
+
+    @staticmethod
+    async def until(condition: Callable[[], bool]) -> None:
+        give_up = Deadline.after_ms(PATIENCE * 1000)
+        while not condition():
+            assert not give_up.expired, "never happened"
+            await asyncio.sleep(0.002)
 
     @staticmethod
     async def finishes(task: asyncio.Future[None]) -> bool:

@@ -18,8 +18,8 @@ from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Batches, MemoryBa
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.testing.contracts._waiting import PATIENCE, unwanted, within
-from kvpull_async.testing.faults import GatedMemory
-from kvpull_async.transport.base import Address, DataPath, Listener, PathSeed, Transfer, Transport
+from kvpull_async.testing.faults import Gate, GatedMemory
+from kvpull_async.transport.base import Address, DataPath, PathKind, PathSeed, Transfer, Transport
 from kvpull_async.values import Placement
 
 __all__ = ["DataPathContract", "Ends"]
@@ -56,14 +56,27 @@ class Ends:
         await within(self.puller.ready(Deadline.after_ms(PATIENCE * 1000)))
         await within(self.source.ready(Deadline.after_ms(PATIENCE * 1000)))
 
-    async def start(self, segments: NDArray[np.int64], into: NDArray[np.int64]) -> tuple[Transfer, Transfer]:
-        """One granted pull: the source's transfer and the puller's."""
+    async def grant(
+        self, segments: NDArray[np.int64], *, lending: Batches | None = None
+    ) -> tuple[bytes, bytes | None, Transfer]:
+        """What the source does for one pull: the grant's id, its ticket if the path has one, the source's transfer."""
         await self.ready()
         grant, nbytes = secrets.token_bytes(16), int(segments[:, 2].sum())
         ticket = self.source.describe(grant, Span(tuple(self.reading), lambda: segments))
-        serving = self.source.serve(grant, self.lending(segments), nbytes)
-        self.puller.expect(grant, ticket, Span(tuple(self.writing), lambda: into))
-        return serving, self.puller.fetch(grant, self.landing(into), nbytes)
+        return grant, ticket, self.source.serve(grant, lending or self.lending(segments), nbytes)
+
+    async def start(
+        self,
+        segments: NDArray[np.int64],
+        into: NDArray[np.int64],
+        *,
+        lending: Batches | None = None,
+        landing: Batches | None = None,
+    ) -> tuple[Transfer, Transfer]:
+        """One granted pull: the source's transfer and the puller's."""
+        grant, ticket, serving = await self.grant(segments, lending=lending)
+        self.puller.expect(grant, ticket, lambda: segments, Span(tuple(self.writing), lambda: into))
+        return serving, self.puller.fetch(grant, landing or self.landing(into), int(segments[:, 2].sum()))
 
     async def pull(self, segments: NDArray[np.int64], into: NDArray[np.int64]) -> None:
         """One pull that must succeed."""
@@ -91,12 +104,21 @@ class DataPathContract:
     address: Address = ("127.0.0.1", 0)
     stoppable: bool = True
     """False for a path whose fetches may refuse to abort."""
+    reads_itself: bool = False
+    """True for a path whose puller reads the source's memory by itself: no lending is ever asked for pieces."""
+    fills_itself: bool = False
+    """True for a path that writes the destination by itself: no landing is ever asked for pieces."""
     nbytes: int = 6 * PIECE_BYTES + 12345
     """The size of both memories."""
 
     def make_transport(self) -> Transport:
         """A new transport; called once for each side."""
         raise NotImplementedError
+
+    def make_kind(self, transport: Transport) -> PathKind:
+        """The kind of path of one side; by default the transport is one itself."""
+        assert isinstance(transport, PathKind)
+        return transport
 
     def make_memory(self) -> MemoryBackend:
         """The memory of both sides."""
@@ -109,8 +131,10 @@ class DataPathContract:
         listening, dialling = self.make_transport(), self.make_transport()
         listener = await listening.listen(self.address, unwanted)
         token = secrets.token_bytes(16)
-        accepted = listening.path(PathSeed(token, 0, False, None, workers))
-        dialled = dialling.path(PathSeed(token, 0, True, listener.address, workers))
+        accepting, meeting = self.make_kind(listening), self.make_kind(dialling)
+        await within(meeting.meet(token, accepting.offer(token)))
+        accepted = accepting.path(PathSeed(token, 0, False, None, workers))
+        dialled = meeting.path(PathSeed(token, 0, True, listener.address, workers))
         memory = GatedMemory(self.make_memory())
         made = [memory.allocate(tensors=1, tensor_nbytes=self.nbytes, placement=Placement.DEVICE) for _ in range(2)]
         puller, source = (dialled, accepted) if puller_dials else (accepted, dialled)
@@ -119,17 +143,25 @@ class DataPathContract:
         try:
             yield ends
         finally:
+            self.writing_gate(ends).open()
             memory.close()
-            await self.end(listener, (dialled, accepted), workers)
+            await self.end((dialled, accepted), (meeting, accepting))
+            await within(listener.aclose())
+            assert await asyncio.to_thread(workers.close, PATIENCE) == 0
 
-    async def end(self, listener: Listener, paths: Sequence[DataPath], workers: Workers) -> None:
+    async def end(self, paths: Sequence[DataPath], kinds: Sequence[PathKind]) -> None:
         for path in paths:
             path.abort()
             path.abort()
         for path in paths:
             await within(path.aclose(Deadline.after_ms(PATIENCE * 1000)))
-        await within(listener.aclose())
-        assert await asyncio.to_thread(workers.close, PATIENCE) == 0
+        for kind in kinds:
+            await within(kind.aclose(Deadline.after_ms(PATIENCE * 1000)))
+            await within(kind.aclose(Deadline.after_ms(PATIENCE * 1000)))
+
+    def writing_gate(self, ends: Ends) -> Gate:
+        """Where writes to the destination can be held; another one for a path that `fills_itself`."""
+        return ends.memory.landing_gate
 
     async def test_a_pull_delivers_its_bytes_and_no_others(self) -> None:
         for puller_dials in (True, False):
@@ -169,15 +201,15 @@ class DataPathContract:
     async def stop_fetch_in_the_middle(self, ends: Ends) -> None:
         """Held in the destination's memory: only once it lets go can anything settle."""
         whole = rows((0, self.nbytes))
-        ends.memory.landing_gate.close()
+        self.writing_gate(ends).close()
         serving, fetching = await ends.start(whole, whole)
-        await ends.memory.landing_gate.reached(timeout=PATIENCE)
+        await self.writing_gate(ends).reached(timeout=PATIENCE)
         stopping = fetching.abort()
         assert stopping is fetching.abort(), "abort may be called twice"
         assert stopping or not self.stoppable
         await asyncio.sleep(0)
         assert not fetching.settled.done(), "it says that it has settled while it holds a piece of the destination"
-        ends.memory.landing_gate.open()
+        self.writing_gate(ends).open()
         serving.abort()  # what the source does when the puller's CANCEL arrives
         await within(asyncio.shield(fetching.settled))
         ends.destination[:] = _CANARY
@@ -186,6 +218,9 @@ class DataPathContract:
         assert (ends.destination == _CANARY).all(), "written after it had settled"
 
     async def test_an_aborted_source_fails_the_puller_and_settles_once_nothing_reads(self) -> None:
+        if self.reads_itself:
+            await self.take_the_source_away()
+            return
         async with self.ends() as ends:
             whole = rows((0, self.nbytes))
             ends.memory.lending_gate.close()
@@ -201,13 +236,29 @@ class DataPathContract:
             await within(asyncio.shield(serving.settled))
             await ends.check_next()
 
-    async def test_a_lending_that_fails_fails_both_ends(self) -> None:
+    async def take_the_source_away(self) -> None:
+        """The cache is released while it is read."""
         async with self.ends() as ends:
             whole = rows((0, self.nbytes))
-            await ends.ready()
-            grant = secrets.token_bytes(16)
-            serving = ends.source.serve(grant, _broken(ends.lending(whole)), self.nbytes)
-            fetching = ends.puller.fetch(grant, ends.landing(whole), self.nbytes)
+            self.writing_gate(ends).close()
+            _, fetching = await ends.start(whole, whole)
+            await self.writing_gate(ends).reached(timeout=PATIENCE)
+            self.withdraw(ends)
+            self.writing_gate(ends).open()
+            assert await self.failed(fetching), "the puller believes in bytes that the source no longer has"
+            await within(asyncio.shield(fetching.settled))
+            await ends.check_next()
+
+    def withdraw(self, ends: Ends) -> None:
+        """What a path that `reads_itself` does at the source when a cache is released."""
+        raise NotImplementedError
+
+    async def test_a_lending_that_fails_fails_both_ends(self) -> None:
+        if self.reads_itself:
+            return
+        async with self.ends() as ends:
+            whole = rows((0, self.nbytes))
+            serving, fetching = await ends.start(whole, whole, lending=_broken(ends.lending(whole)))
             assert await self.failed(fetching)
             serving.abort()
             fetching.abort()
@@ -216,12 +267,11 @@ class DataPathContract:
             await ends.check_next()
 
     async def test_a_landing_that_fails_fails_the_puller(self) -> None:
+        if self.fills_itself:
+            return
         async with self.ends() as ends:
             whole = rows((0, self.nbytes))
-            await ends.ready()
-            grant = secrets.token_bytes(16)
-            serving = ends.source.serve(grant, ends.lending(whole), self.nbytes)
-            fetching = ends.puller.fetch(grant, _broken(ends.landing(whole)), self.nbytes)
+            serving, fetching = await ends.start(whole, whole, landing=_broken(ends.landing(whole)))
             assert await self.failed(fetching)
             fetching.abort()
             serving.abort()
@@ -233,9 +283,7 @@ class DataPathContract:
         """The puller was cancelled between its request and the grant; the source has sent, or sends, the bytes."""
         for puller_dials in (True, False):
             async with self.ends(puller_dials=puller_dials) as ends:
-                await ends.ready()
-                grant, part = secrets.token_bytes(16), rows((0, 3 * PIECE_BYTES))
-                serving = ends.source.serve(grant, ends.lending(part), 3 * PIECE_BYTES)
+                grant, _, serving = await ends.grant(rows((0, 3 * PIECE_BYTES)))
                 ends.puller.give_up()
                 await asyncio.wait([serving.done], timeout=0.05)
                 serving.abort()
@@ -246,11 +294,14 @@ class DataPathContract:
     async def test_an_unknown_grant_writes_nothing(self) -> None:
         async with self.ends() as ends:
             whole = rows((0, self.nbytes))
-            await ends.ready()
             ends.destination[:] = _CANARY
-            serving = ends.source.serve(secrets.token_bytes(16), ends.lending(whole), self.nbytes)
+            _, ticket, serving = await ends.grant(whole)
+            unknown = secrets.token_bytes(16)
+            if ticket is not None:
+                forged = secrets.token_bytes(16)
+                ends.puller.expect(unknown, forged, lambda: whole, Span(tuple(ends.writing), lambda: whole))
             with contextlib.suppress(OSError):
-                fetching = ends.puller.fetch(secrets.token_bytes(16), ends.landing(whole), self.nbytes)
+                fetching = ends.puller.fetch(unknown, ends.landing(whole), self.nbytes)
                 assert await self.failed(fetching)
                 fetching.abort()
                 await within(asyncio.shield(fetching.settled))
@@ -260,12 +311,12 @@ class DataPathContract:
     async def test_a_broken_path_ends_its_transfers_and_refuses_new_ones(self) -> None:
         async with self.ends() as ends:
             whole = rows((0, self.nbytes))
-            ends.memory.landing_gate.close()
+            self.writing_gate(ends).close()
             serving, fetching = await ends.start(whole, whole)
-            await ends.memory.landing_gate.reached(timeout=PATIENCE)
+            await self.writing_gate(ends).reached(timeout=PATIENCE)
             ends.source.abort()
             ends.puller.abort()
-            ends.memory.landing_gate.open()
+            self.writing_gate(ends).open()
             assert await self.failed(fetching)
             await within(asyncio.shield(fetching.settled))
             await within(asyncio.shield(serving.settled))
@@ -276,12 +327,12 @@ class DataPathContract:
     async def test_close_waits_for_a_running_transfer_no_longer_than_its_bound(self) -> None:
         async with self.ends() as ends:
             whole = rows((0, self.nbytes))
-            ends.memory.landing_gate.close()
+            self.writing_gate(ends).close()
             _, fetching = await ends.start(whole, whole)
-            await ends.memory.landing_gate.reached(timeout=PATIENCE)
+            await self.writing_gate(ends).reached(timeout=PATIENCE)
             await within(ends.puller.aclose(Deadline.after_ms(50)))
             assert not fetching.settled.done()
-            ends.memory.landing_gate.open()
+            self.writing_gate(ends).open()
             await within(ends.puller.aclose(Deadline.after_ms(PATIENCE * 1000)))
             assert fetching.settled.done()
 

@@ -1,0 +1,97 @@
+"""What uses a cache from beside the core's loop: claims keep the memory, and end when the cache does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+
+from kvpull_async._deadline import Deadline
+from kvpull_async.memory.host import HostMemory
+from kvpull_async.registry import Entry, Registry
+from kvpull_async.values import CacheDesc, DataType, Placement
+
+DESC = CacheDesc(1, [2, 8], DataType.DT_INT8)
+
+
+class Held:
+    """A registry with one cache in the test's own memory."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(16, np.uint8)
+        self.registry = Registry(HostMemory())
+        address = self.memory.ctypes.data
+        regions = self.registry.backend.adopt([address], tensor_nbytes=16, placement=Placement.HOST)
+        self.entry: Entry = self.registry.add(DESC, regions, blocks=False)
+
+
+def soon() -> Deadline:
+    return Deadline.after_ms(20_000)
+
+
+async def test_a_claimed_cache_is_busy_until_it_is_given_back() -> None:
+    held, loop = Held(), asyncio.get_running_loop()
+    assert held.entry.claim("me")
+    assert held.entry.busy
+    assert not await held.entry.idle(Deadline.after_ms(10))
+    held.entry.unclaim("me", loop)
+    assert not held.entry.busy
+    assert await held.entry.idle(soon())
+
+
+async def test_who_waits_is_woken_by_another_threads_last_claim() -> None:
+    held, loop = Held(), asyncio.get_running_loop()
+    assert held.entry.claim(True)
+    assert held.entry.claim(False)
+    waiting = asyncio.ensure_future(held.entry.idle(soon()))
+    await asyncio.sleep(0)
+    for still in (True, False):
+        thread = threading.Thread(target=held.entry.unclaim, args=(still, loop))
+        thread.start()
+        thread.join()
+        assert held.entry.busy is still
+    assert await waiting
+
+
+async def test_p7_a_released_cache_is_claimed_no_more_and_goes_with_its_last_claim() -> None:
+    held, loop = Held(), asyncio.get_running_loop()
+    assert held.entry.claim("me")
+    held.registry.release(held.entry)
+    assert not held.entry.claim("me")
+    assert held.registry.find(held.entry.cache_id) is held.entry, "gone while its memory is in use"
+    held.entry.unclaim("me", loop)
+    await asyncio.sleep(0.01)
+    assert held.registry.find(held.entry.cache_id) is None
+
+
+async def test_p1_a_quarantined_cache_is_not_claimed() -> None:
+    held, loop = Held(), asyncio.get_running_loop()
+    writer: asyncio.Future[None] = loop.create_future()
+    held.entry.quarantine(writer)
+    assert not held.entry.claim("me")
+    writer.set_result(None)
+    await asyncio.sleep(0)
+    assert held.entry.claim("me")
+    held.entry.unclaim("me", loop)
+
+
+async def test_claims_of_many_threads_are_all_counted() -> None:
+    held, loop = Held(), asyncio.get_running_loop()
+
+    def work() -> None:
+        for turn in range(500):
+            token = (threading.get_ident(), turn)
+            assert held.entry.claim(token)
+            held.entry.unclaim(token, loop)
+            held.entry.unclaim(token, loop)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        await held.entry.idle(Deadline.after_ms(1))
+    for thread in threads:
+        thread.join()
+    assert not held.entry.busy
+    assert await held.entry.idle(soon())
