@@ -19,7 +19,7 @@ from typing import Any
 from tests import duo
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = float(os.environ.get("KVPULL_TEST_PATIENCE", "40"))
+PATIENCE = 40.0
 
 
 class Child:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -39,6 +40,7 @@ class HostMemory(MemoryBackend):
         self._used = dict.fromkeys(Placement, 0)
         self._lock = threading.Lock()  # protects _used: caches are allocated in worker threads
         self.publications = Publications()
+        self._files: weakref.WeakSet[SharedFile] = weakref.WeakSet()
 
     def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
         step = _round_up(tensor_nbytes, _PAGE if tensor_nbytes >= _PAGE else _CACHE_LINE)
@@ -46,6 +48,7 @@ class HostMemory(MemoryBackend):
         self._reserve(nbytes, placement)
         try:
             owner = _memory_file(nbytes)
+            self._files.add(owner)
         except BaseException:
             self._give_back(nbytes, placement)
             raise
@@ -62,6 +65,8 @@ class HostMemory(MemoryBackend):
 
     def close(self) -> None:
         self.publications.close()
+        for file in tuple(self._files):  # the memory is for handles and views, but nobody maps it any more
+            file.unshare()
 
     def adopt(self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement) -> tuple[Region, ...]:
         return tuple(Region(address, tensor_nbytes, placement) for address in addresses)

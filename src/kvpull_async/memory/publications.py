@@ -73,7 +73,7 @@ class Publications:
     def page(self) -> SharedFile:
         """The words of all epochs. OSError when there is no memory or no descriptor."""
         if self._page is None:
-            made = SharedFile(EPOCHS * _WORD, name="kvpull-epochs")
+            made = SharedFile(EPOCHS * _WORD, name="kvpull-epochs", needed=True)
             if made.descriptor < 0:
                 raise OSError(errno.EMFILE, "no descriptor for the page of epochs is left, or the kernel cannot seal")
             self._page = made

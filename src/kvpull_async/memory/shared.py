@@ -17,7 +17,8 @@ import os
 import resource
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,8 @@ __all__ = ["SharedFile", "check_sealed", "find", "map_readonly"]
 _F_ADD_SEALS: Final = 1033
 _F_GET_SEALS: Final = 1034
 _SEALS: Final = 0x0001 | 0x0002 | 0x0004 | 0x0010  # SEAL, SHRINK, GROW, FUTURE_WRITE
+_AT_ONCE: Final = 8 * 1024 * 1024
+"""Bytes that are unmapped within 2 ms."""
 _HUGE_PAGE: Final = 2 * 1024 * 1024
 _MADV_POPULATE_WRITE: Final = 23
 _PROC: Final = Path("/proc")
@@ -44,12 +47,11 @@ _descriptors = 0
 class SharedFile:
     """`nbytes` zeroed bytes at `address`, every page of which exists. They go when nothing refers to this object.
 
-    `number` is never used again in this process. `descriptor` opens the file for reading only; it is -1 where the
-    process has few descriptors left or the kernel is too old to seal (before 5.1), and then nobody else maps the file.
+    `number` is never used again in this process.
     """
 
-    def __init__(self, nbytes: int, *, name: str = "kvpull-cache") -> None:
-        """OSError when there is no memory or no descriptor."""
+    def __init__(self, nbytes: int, *, name: str = "kvpull-cache", needed: bool = False) -> None:
+        """OSError when there is no memory or no descriptor. `needed` takes a descriptor though few are left."""
         self.number = next(_numbers)
         self.nbytes = nbytes
         available = _available()
@@ -63,17 +65,44 @@ class SharedFile:
                 if nbytes >= _HUGE_PAGE and _huge_on_advice():  # only a page fault takes the advice
                     _LIBC.madvise(self.address, nbytes, _MADV_POPULATE_WRITE)
                 os.posix_fallocate(writable, 0, nbytes)  # what is missing: touching it later can fail no more
-                self.descriptor = _reopened(writable) if _sealed(writable) else -1
+                self._shared = _Descriptor(_reopened(writable, needed=needed) if _sealed(writable) else -1)
             except BaseException:
                 _unmap(self.address, nbytes)
                 raise
         finally:
             os.close(writable)
-        weakref.finalize(self, _release, self.address, nbytes, self.descriptor).atexit = False
+        weakref.finalize(self, _release, self.address, nbytes, self._shared).atexit = False
         _enter(self.address, self)
+
+    @property
+    def descriptor(self) -> int:
+        """Opens the file for reading only. -1 where the process has few descriptors left or the kernel is too old to
+        seal (before 5.1), and after `unshare`: then nobody else can map the file.
+        """
+        return self._shared.number
+
+    def unshare(self) -> None:
+        """Give the descriptor back; the memory stays."""
+        self._shared.close()
 
     def __repr__(self) -> str:
         return f"<SharedFile {self.number} {self.nbytes} bytes>"
+
+
+class _Descriptor:
+    """One of those that count against the process's limit; -1 is none."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def close(self) -> None:
+        """May be called twice, from any thread."""
+        global _descriptors  # noqa: PLW0603
+        with _lock:
+            number, self.number = self.number, -1
+            _descriptors -= number >= 0
+        if number >= 0:
+            os.close(number)
 
 
 def find(address: int, nbytes: int) -> tuple[SharedFile, int] | None:
@@ -114,7 +143,7 @@ class Mapping:
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
         self.nbytes = nbytes
-        weakref.finalize(self, _unmap, address, nbytes).atexit = False
+        weakref.finalize(self, _aside, nbytes, partial(_unmap, address, nbytes)).atexit = False
 
 
 def _map(descriptor: int, nbytes: int, protection: int) -> int:
@@ -129,7 +158,18 @@ def _map(descriptor: int, nbytes: int, protection: int) -> int:
 
 
 def _unmap(address: int, nbytes: int) -> None:
-    _LIBC.munmap(address, nbytes)
+    """In pieces: meanwhile the other threads of this process can touch no new page."""
+    for start in range(address, address + nbytes, _AT_ONCE):
+        _LIBC.munmap(start, min(_AT_ONCE, address + nbytes - start))
+
+
+def _aside(nbytes: int, end: Callable[[], None]) -> None:
+    """Giving pages back takes the kernel a quarter of a second per GiB, and who lets go of the memory may be a loop."""
+    if nbytes > _AT_ONCE:
+        with contextlib.suppress(RuntimeError):  # no thread to be had: then the loop has to wait
+            threading.Thread(target=end, name="kvpull-unmap", daemon=True).start()
+            return
+    end()
 
 
 def _enter(address: int, file: SharedFile) -> None:
@@ -139,15 +179,13 @@ def _enter(address: int, file: SharedFile) -> None:
         _starts = sorted(_files)
 
 
-def _release(address: int, nbytes: int, descriptor: int) -> None:
-    global _starts, _descriptors  # noqa: PLW0603
+def _release(address: int, nbytes: int, descriptor: _Descriptor) -> None:
+    global _starts  # noqa: PLW0603
     with _lock:
         del _files[address]
         _starts = sorted(_files)
-        _descriptors -= descriptor >= 0
-    _unmap(address, nbytes)
-    if descriptor >= 0:
-        os.close(descriptor)
+    descriptor.close()
+    _aside(nbytes, partial(_unmap, address, nbytes))
 
 
 def _sealed(writable: int) -> bool:
@@ -161,12 +199,12 @@ def _sealed(writable: int) -> bool:
     return True
 
 
-def _reopened(writable: int) -> int:
+def _reopened(writable: int, *, needed: bool) -> int:
     """The same file for reading only. Half the process's descriptors are left to others."""
     global _descriptors  # noqa: PLW0603
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     with _lock:
-        if limit != resource.RLIM_INFINITY and _descriptors >= limit // 2:
+        if not needed and limit != resource.RLIM_INFINITY and _descriptors >= limit // 2:
             return -1
         try:
             descriptor = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)

@@ -232,7 +232,7 @@ class _TcpChannel(ControlChannel, asyncio.BufferedProtocol):
         self._transport.write(data)
 
     def post(self, data: bytes) -> None:
-        if not self._lost:
+        if not self._lost and not self._transport.is_closing():
             self._transport.write(data)
 
     def abort(self) -> None:

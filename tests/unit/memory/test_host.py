@@ -206,3 +206,14 @@ def test_closing_the_backend_twice_is_harmless() -> None:
     memory = HostMemory()
     memory.close()
     memory.close()
+
+
+def test_p8_closing_the_backend_gives_descriptors_back_and_leaves_the_memory_to_its_holders() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    memory = HostMemory()
+    made = memory.allocate(tensors=2, tensor_nbytes=4096, placement=Placement.HOST)
+    view = memory.views(made.regions)[1]
+    view[:4] = b"kept"
+    memory.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert bytes(view[:4]) == b"kept"

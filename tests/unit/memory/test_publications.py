@@ -116,12 +116,22 @@ def test_more_caches_than_words_are_not_published_until_one_goes() -> None:
 
 def test_without_a_descriptor_the_page_is_an_error_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     all_of, regions = Publications(), on_heap(1)
-    with monkeypatch.context() as few:
-        few.setattr(shared, "_descriptors", 2**40)
+    with monkeypatch.context() as old:
+        old.setattr(shared, "_sealed", lambda writable: False)
         with pytest.raises(OSError, match="descriptor") as caught:
             all_of.publish(regions)
         assert caught.value.errno == errno.EMFILE
     assert word(all_of, published(all_of, regions).slot) > 0
+
+
+def test_the_page_takes_a_descriptor_though_caches_must_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node with very many caches can share those that have one all the same."""
+    all_of = Publications()
+    with monkeypatch.context() as few:
+        few.setattr(shared, "_descriptors", 2**40)
+        assert SharedFile(4096).descriptor == -1
+        assert all_of.page.descriptor >= 0
+    all_of.close()
 
 
 # -- where the bytes are -----------------------------------------------------------------------------------------------

@@ -368,3 +368,17 @@ def test_a_child_forked_while_another_thread_held_the_lock_can_still_make_files(
     finally:
         release.set()
         thread.join()
+
+
+def test_a_file_that_is_no_longer_shared_gives_its_descriptor_back_and_keeps_its_memory() -> None:
+    file, before = SharedFile(PAGE), memfds.descriptors()
+    view = (ctypes.c_char * PAGE).from_address(file.address)
+    file.unshare()
+    file.unshare()
+    assert file.descriptor == -1
+    assert memfds.descriptors() == before - 1
+    view[0] = b"x"
+    assert view[0] == b"x"
+    del file
+    gc.collect()
+    assert memfds.descriptors() == before - 1

@@ -9,7 +9,6 @@ import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
 import msgspec
 
@@ -22,9 +21,6 @@ from kvpull_async.transport.shm.side import Side
 from kvpull_async.transport.stream import StreamPath
 
 __all__ = ["ShmPath"]
-
-_BUFFER: Final = 4 * 1024 * 1024
-"""Bytes asked of the kernel for a connection's buffers; it gives what its limits allow."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +84,6 @@ class ShmPath(StreamPath):
     def _connect(self) -> socket.socket:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            for sock in (mine, theirs):
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
             try:
                 self._side.stream(self._seed.lane, theirs)
             except BaseException:

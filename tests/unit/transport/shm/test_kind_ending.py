@@ -68,8 +68,8 @@ async def test_a_meeting_without_descriptors_is_an_error_and_works_later() -> No
 async def test_a_page_without_a_descriptor_is_a_reason_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     async with kinds() as (accepting, meeting):
         token = secrets.token_bytes(16)
-        with monkeypatch.context() as few:
-            few.setattr(shared, "_descriptors", 2**40)
+        with monkeypatch.context() as old:
+            old.setattr(shared, "_sealed", lambda writable: False)
             with pytest.raises(OSError, match="no descriptor"):
                 await meeting.meet(token, accepting.offer(token))
         await meeting.meet(token, accepting.offer(token))
