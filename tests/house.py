@@ -71,7 +71,7 @@ RESERVED_LIBRARIES = {
 LAZY_LIBRARIES = {"nixl", "mooncake"}
 
 # These work with any transport and any memory, and know only the contracts.
-CONTRACT_USERS = ("dialling", "halves", "lane", "link", "linkage", "links", "offers", "pull", "serve")
+CONTRACT_USERS = ("dialling", "halves", "lane", "link", "linkage", "links", "offers", "pull", "serve", "standing")
 CONTRACTS = {"transport": "transport.base", "memory": "memory.base"}
 
 # Source modules that need no unit test module of their own name, and the file that tests them instead.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
-__all__ = ["Job", "Workers", "report_to"]
+__all__ = ["Job", "Workers", "report_to", "resolve"]
 
 T = TypeVar("T")
 _Work = tuple["Future[Any]", Callable[[], Any]]
@@ -27,6 +27,12 @@ def report_to(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], 
     except RuntimeError:
         return False
     return True
+
+
+def resolve(future: asyncio.Future[None] | None) -> None:
+    """End a wait, on its loop, unless it has ended already or nobody waits."""
+    if future is not None and not future.done():
+        future.set_result(None)
 
 
 class Workers(Executor):
@@ -169,8 +175,7 @@ class Job:
             else:
                 self.done.set_exception(error)
                 self.done.exception()  # an aborted caller may never ask for it
-        if not self.settled.done():
-            self.settled.set_result(None)
+        resolve(self.settled)
 
 
 def _closing_error(steps: Iterator[int]) -> BaseException | None:

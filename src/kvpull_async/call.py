@@ -92,6 +92,8 @@ class Call(Generic[T]):
         if coroutine is not None:
             try:
                 until = coroutine.send(None)
+                if not (until is None or isinstance(until, Prompt)):
+                    coroutine.throw(RuntimeError(f"{self!r} waits for {until!r}, which needs a task"))
             except StopIteration:
                 self._by_hand = None
                 return

@@ -21,6 +21,8 @@ __all__ = ["Call", "CoreLoop"]
 T = TypeVar("T")
 _FINISH: Final = 1.0
 """Seconds that tasks have to end when the loop does."""
+_AT_ONCE: Final = 128
+"""Calls begun in one turn of the loop."""
 _WATCH: Final = 0.25
 """Seconds between two looks at the callers' loops."""
 
@@ -83,9 +85,11 @@ class CoreLoop:
         self._calls.discard(call)
 
     def _begin(self) -> None:
-        while self._sent:
+        for _ in range(min(len(self._sent), _AT_ONCE)):
             call = self._sent.popleft()
             call.context.run(call.begin)
+        if self._sent:
+            self._bell.ring()
 
     def check_process(self) -> None:
         """RuntimeError in a forked child: the core's thread did not come along."""

@@ -99,9 +99,8 @@ class Engine:
         self.events = observe.EventQueue()
         self.log = observe.Log(self.events, local_cluster_id=settings.cluster_id)
         self.workers = Workers(_WORKERS)
-        self.memory = HostMemory(
-            {Placement.DEVICE: settings.device_pool_bytes, Placement.HOST: settings.host_pool_bytes}
-        )
+        pools = {Placement.DEVICE: settings.device_pool_bytes, Placement.HOST: settings.host_pool_bytes}
+        self.memory = HostMemory(pools)
         self.registry = Registry(self.memory, dropped=dropped)
         self._routes = Routes(settings, self.memory, self.log)
         self.links = Links(self._context(), CODES[settings.cache_manager_mode])
@@ -189,6 +188,7 @@ class Engine:
         await self._routes.aclose(deadline)
         settled = deadline.sooner(self.settings.settle_timeout_ms / 1000)
         for entry in self.registry.entries():
+            entry.bar()
             if not await entry.idle(settled):  # a peer in this process still reads it, or a transfer writes to it
                 _leaked.append(entry)
                 self.counters.add("regions_leaked")
@@ -202,13 +202,9 @@ class Engine:
         try:
             await link.check(Deadline.after_ms(self.settings.sync_kv_timeout_ms))
         except asyncio.TimeoutError as error:
-            raise LLMTimeoutError(
-                f"cluster {cluster_id} did not answer",
-                status_code=CODES[self.settings.cache_manager_mode].timeout,
-                peer=cluster_id,
-                operation="check_link_status",
-                retry_safe=True,
-            ) from error
+            code = CODES[self.settings.cache_manager_mode].timeout
+            fields: dict[str, Any] = {"operation": "check_link_status", "peer": cluster_id, "retry_safe": True}
+            raise LLMTimeoutError(f"cluster {cluster_id} did not answer", status_code=code, **fields) from error
 
     async def link(self, targets: list[Target], timeout_ms: int) -> list[LLMStatusCode]:
         return await self.links.link(targets, Deadline.after_ms(timeout_ms))
@@ -266,6 +262,7 @@ class Engine:
         return self.core.stopped
 
     def close_after_fork(self) -> None:
+        self.node.live = False
         self._routes.close_after_fork()
         self.core.close_after_fork()
 
@@ -296,14 +293,18 @@ class Told:
     def __init__(self, operation: Operation[Any], call: Call[Any]) -> None:
         self._operation = operation
         self._call = call
+        token = object()
+        self._join, self.forget = partial(operation.underway.add, token), partial(operation.underway.discard, token)
         self._began = time.monotonic()
 
     def __enter__(self) -> None:
+        self._join()
         if self._operation.report is not None:
             self._operation.report.started_event()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         report = self._operation.report
+        self.forget()
         if error is not None:
             self._failed(error)
         elif report is not None:

@@ -91,7 +91,7 @@ class LLMDataDist:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened since `init`, by name. Our own."""
+        """What happened since `init`, by name: docs/events.md lists them. Our own."""
         return self._core.engine.snapshot()
 
     @property

@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 
 from kvpull_async._deadline import NEVER, absorb
-from kvpull_async._workers import report_to
+from kvpull_async._workers import report_to, resolve
 from kvpull_async.entry import LayerPull
 
 __all__ = ["LandingLayers"]
@@ -22,7 +22,7 @@ class LandingLayers:
     Entering starts the pull and its deadline. It goes on whether or not anybody iterates. The bytes of a layer that was
     given are final. The iteration ends when the pull has; a pull that fails raises out of it, once. The layers that it
     gave before are right even so, but the key is kept. Leaving the block before all layers were taken cancels the pull
-    and returns once nothing writes any more; leaving it later waits for the end and raises what went wrong.
+    and returns once nothing writes any more; leaving it later waits for the end. It raises what had gone wrong already.
     """
 
     def __init__(self, pull: LayerPull) -> None:
@@ -65,7 +65,7 @@ class LandingLayers:
         if not asyncio._get_running_loop():  # the coroutine is closed from outside: nobody can wait here
             pull.cancel()
             return
-        if error is None and pull.all_taken:
+        if error is None and (pull.all_taken or pull.failed):
             await self._until_ended()
             pull.take()
         else:
@@ -92,6 +92,5 @@ class LandingLayers:
 
 
 def _end(ended: asyncio.Future[None], news: asyncio.Event) -> None:
-    if not ended.done():
-        ended.set_result(None)
+    resolve(ended)
     news.set()

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections import deque
 
-from kvpull_async._workers import report_to
+from kvpull_async._workers import report_to, resolve
 from kvpull_async.status import LLMException, LLMStatusCode, fresh
 
 __all__ = ["Fifo"]
@@ -52,6 +52,10 @@ class Fifo:
                 self._waiters.remove(waiter)
             raise
 
+    def take(self) -> bool:
+        """The slot, if it is to be had without waiting; to be given back with `release`."""
+        return self.claim(True)
+
     def claim(self, token: object) -> bool:
         """From any thread: take the slot if nobody has it or waits for it. Give it back with `unclaim`, soon.
 
@@ -68,26 +72,31 @@ class Fifo:
         with self._gate:
             if self._held is not token:
                 return
-            waited_for = bool(self._waiters) or bool(self._idle)
-            self._held = waited_for
-        if waited_for:
-            report_to(loop, self.release)
+            if not (self._waiters or self._idle):
+                self._held = False
+                return
+        report_to(loop, self._pass_on, token)
+
+    def _pass_on(self, token: object) -> None:
+        if self._held is token:
+            self.release()
 
     def release(self) -> None:
         with self._gate:
             while self._waiters:
                 waiter = self._waiters.popleft()
                 if not waiter.done():
+                    self._held = True
                     waiter.set_result(None)
                     return
             self._held = False
-        for idle in self._idle:
-            if not idle.done():
-                idle.set_result(None)
+        for idle in tuple(self._idle):
+            resolve(idle)
 
     def fail_waiters(self, error: LLMException) -> None:
         """End every waiting call with its own instance of `error`."""
-        waiters, self._waiters = self._waiters, deque()
+        with self._gate:
+            waiters, self._waiters = self._waiters, deque()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(fresh(error))

@@ -48,7 +48,8 @@ class Halves:
                     self._context.log.info("link.path_not_offered", path=kind.name, reason=str(error))
         if not kinds:
             ours, theirs = (", ".join(names) or "none" for names in (route.names, peer.paths))
-            return LLMStatusCode.LLM_LINK_FAILED, f"no data path in common: this side has {ours}, the peer {theirs}"
+            both = f"the accepting side has {ours}, the dialling side {theirs}"
+            return LLMStatusCode.LLM_LINK_FAILED, f"no data path in common: {both} (transfer_backend)"
         self._halves[token] = _Half(lane.welcome(token=token, offers=offers), lane, tuple(kinds))
         timeout = self._context.settings.handshake_timeout_ms / 1000
         asyncio.get_running_loop().call_later(timeout, self.drop, token, "its second connection did not come")

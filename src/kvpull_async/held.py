@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvpull_async._deadline import Deadline
-from kvpull_async._workers import report_to
+from kvpull_async._workers import report_to, resolve
 from kvpull_async.memory.base import Allocation, MemoryBackend, Region
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import CacheDesc
@@ -80,6 +80,7 @@ class Entry:
         self._dropped = dropped
         self._gate = threading.RLock()  # protects _claims, against the end of the entry and those who wait for it
         self._claims: set[object] = set()
+        self._barred = False
         self._pins: set[Pin] = set()
         self._abandoned = False
         self._quarantine: set[asyncio.Future[None]] = set()
@@ -121,10 +122,15 @@ class Entry:
     def claim(self, token: object) -> bool:
         """From any thread: use the memory for a moment, if nothing speaks against it. Give it back with `unclaim`."""
         with self._gate:
-            if not self.alive or self.quarantined:
+            if not self.alive or self._barred or self.quarantined:
                 return False
             self._claims.add(token)
             return True
+
+    def bar(self) -> None:
+        """The node ends: nobody claims it any more. Handles and views keep the memory."""
+        with self._gate:
+            self._barred = True
 
     def unclaim(self, token: object, loop: asyncio.AbstractEventLoop) -> None:
         """From any thread, and more than once. Who waits for the memory is woken on the loop."""
@@ -185,9 +191,8 @@ class Entry:
         self._wake()
 
     def _wake(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        for waiter in tuple(self._waiters):
+            resolve(waiter)
         if self._gone is not None and not self.referenced and not self.busy:
             gone, self._gone = self._gone, None
             gone(self)

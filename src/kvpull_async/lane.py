@@ -148,6 +148,8 @@ class Lane:
             self.session.send(request(request_id), tail)
         except FrameError as error:
             self.session.end_request(request_id)
+            if recalled := self.session.take_output():
+                self.channel.post(recalled)
             raise LLMException(str(error), status_code=LLMStatusCode.LLM_PARAM_INVALID) from error
         answer: Prompt[Answer] = Prompt(loop=self._loop)
         self._answers[request_id] = answer

@@ -29,6 +29,7 @@ class LayerPull:
         self._call: Call[None] | None = None
         self._told = contextlib.ExitStack()
         self._cancelled = False
+        self._forget: Callable[[], object] = bool
 
     def begin(
         self,
@@ -45,7 +46,9 @@ class LayerPull:
         operation = self._begin()
         self._landed.signal = landed
         self._call = call = self._engine.call(operation)
-        self._told.enter_context(Told(operation, call))
+        told = Told(operation, call)
+        self._told.enter_context(told)
+        self._forget = told.forget
         call.start(ended, caller=caller)
 
     @property
@@ -56,6 +59,11 @@ class LayerPull:
     def ended(self) -> bool:
         """Whether the pull has ended, and so nothing of it writes any more, unless its destination is quarantined."""
         return self._begun_call.ended
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error that the consumer has yet to hear of."""
+        return self._begun_call.ended and not self._begun_call.succeeded
 
     @property
     def patience(self) -> float:
@@ -107,6 +115,7 @@ class LayerPull:
         """From a finalizer: cancel, in whatever thread and process that runs."""
         with contextlib.suppress(RuntimeError):
             self._engine.core.check_process()
+            self._forget()
             self.cancel()
 
     def __repr__(self) -> str:

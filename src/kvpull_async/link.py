@@ -63,7 +63,7 @@ class Link:
         self._unacknowledged: OrderedDict[bytes, frames.Done] = OrderedDict()
         self._flushed: set[asyncio.Future[None]] = set()
         self._bye: asyncio.Future[None] | None = None
-        self.standing = Standings(self._report)
+        self.standing = Standings(lambda reads: self._lanes[self._own_lane].post(reads))  # noqa: PLW0108  (come later)
         self._watchers: set[asyncio.Future[LLMException | None]] = set()
         self._poke = asyncio.Event()
         self._reconnecting: asyncio.Task[None] | None = None
@@ -120,8 +120,8 @@ class Link:
             raise fresh(self._reborn_after[1])
 
     def claim(self, token: object) -> bool:
-        """From any thread: take the slot for a moment, if the link is there and nobody has it or waits for it."""
-        return self.state is LinkState.READY and self._closed_with is None and self._fifo.claim(token)
+        """From any thread: the slot for a moment, if it is free. False, with or without it, when the link is not up."""
+        return self._fifo.claim(token) and self.state is LinkState.READY and self._closed_with is None
 
     def unclaim(self, token: object, loop: asyncio.AbstractEventLoop) -> None:
         self._fifo.unclaim(token, loop)
@@ -155,9 +155,6 @@ class Link:
             self._unacknowledged.popitem(last=False)
         if self.state is LinkState.READY:
             self._lanes[self._own_lane].mention(done)
-
-    def _report(self, reads: frames.Read) -> None:
-        self._lanes[self._own_lane].post(reads)
 
     def quarantine(self, entry: Entry, settled: asyncio.Future[None], report: PullReport) -> None:
         entry.quarantine(settled)
@@ -255,7 +252,8 @@ class Link:
             lane.abort()
         for path in self._paths.values():
             path.abort()
-        self.standing.clear()
+        if unreported := self.standing.clear():
+            self._context.counters.add("reads_unreported", unreported)
         if self._server is not None:
             self._server.abort()
 
@@ -334,6 +332,7 @@ class Link:
 
     async def flush(self, deadline: Deadline) -> bool:
         """Wait, bounded, until the peer has acknowledged every DONE."""
+        self.standing.report()
         if not self._unacknowledged or self.state is not LinkState.READY:
             return not self._unacknowledged
         flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -6,6 +6,7 @@ Where the application configured structlog, events go through it. Otherwise they
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import queue
@@ -105,7 +106,9 @@ class Log:
     @property
     def debugging(self) -> bool:
         """Whether `debug` events are wanted at all."""
-        return structlog.is_configured() or _LOGGER.isEnabledFor(logging.DEBUG)
+        if structlog.is_configured():
+            return _debugs(structlog.get_config()["wrapper_class"])
+        return _LOGGER.isEnabledFor(logging.DEBUG)
 
     def debug(self, event: str, **fields: Any) -> None:
         if self.debugging:
@@ -127,13 +130,19 @@ class Log:
             self._events.put(level, event, {**self._fields, **fields})
 
 
+@functools.lru_cache(maxsize=16)
+def _debugs(wrapper: type[Any]) -> bool:
+    """Whether structlog's loggers of that class let debug events through: those that filter have a stub for it."""
+    return getattr(getattr(wrapper, "debug", None), "__name__", "") != "_nop"
+
+
 class Counters:
     """What happened since `init`, by name. `add` is for the core's thread only, the rest for any."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._elsewhere: Counter[str] = Counter()
-        self._lock = threading.Lock()  # protects _elsewhere
+        self._lock = threading.RLock()  # protects _elsewhere; a signal handler may look at the counters, or pull
 
     def add(self, name: str, amount: int = 1) -> None:
         self._counts[name] += amount

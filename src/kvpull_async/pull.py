@@ -295,9 +295,10 @@ class Pull:
         if self._request_id is None:
             self._link.standing.note(cache_id or 0, report.bytes, report.pull_id)
         elif path is not None and cache_id is not None and grant.ticket is not None and grant.entry_nbytes:
-            memory = path.standing(grant.ticket)
-            if memory is not None:
-                self._link.standing.remember(cache_id, Offered(grant.ticket, grant.entry_nbytes, memory))
+            with contextlib.suppress(LLMException, OSError):  # the source has taken it back in this very moment
+                memory = path.standing(grant.ticket)
+                if memory is not None:
+                    self._link.standing.remember(cache_id, Offered(grant.ticket, grant.entry_nbytes, memory))
 
     def _cut(self) -> None:
         self.stop(
@@ -363,7 +364,7 @@ class Pull:
             return "while its destination was quarantined"
         if not self._holds_slot:
             return "while the pull waited for earlier ones on its link"
-        if self._request_id is None:
+        if self._request_id is None and self._transfer is None:
             return f"while the link was being connected{self._link.trouble}"
         if self._transfer is None:
             return f"while the peer {self._link.peer_name} did not answer"

@@ -6,9 +6,9 @@ It must not know how memory is read. `find` and `note` may be called from any th
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvpull_async.protocol import frames
@@ -18,9 +18,21 @@ __all__ = ["Offered", "Standings"]
 
 _INTERVAL: Final = 1.0
 """Seconds between two reports."""
-_UNREPORTED: Final = 65536
-"""Reads kept for the next report; beyond, the oldest go unreported."""
 _IDS_AT_ONCE: Final = 64
+
+
+@dataclass
+class _Reads:
+    """Those of one cache since the last report. Only pulls that crossed to the core have ids, so they are not many."""
+
+    pulls: int = 0
+    nbytes: int = 0
+    pull_ids: list[str] = field(default_factory=list)
+
+    def messages(self, cache_id: int) -> Iterator[frames.Read]:
+        yield frames.Read(cache_id, self.pulls, self.nbytes, self.pull_ids[:_IDS_AT_ONCE])
+        for first in range(_IDS_AT_ONCE, len(self.pull_ids), _IDS_AT_ONCE):
+            yield frames.Read(cache_id, 0, 0, self.pull_ids[first : first + _IDS_AT_ONCE])
 
 
 @dataclass(frozen=True)
@@ -39,15 +51,13 @@ class Standings:
         self._report = report
         self._timer: asyncio.TimerHandle | None = None
         self._offered: dict[int, Offered] = {}
-        self._reads: deque[tuple[int, int, str]] = deque(maxlen=_UNREPORTED)
+        self._lock = threading.RLock()  # protects _unreported; a signal handler may pull in the middle of it
+        self._unreported: dict[int, _Reads] = {}
 
     def find(self, cache_id: int) -> Offered | None:
         """None when the peer has to be asked."""
         offered = self._offered.get(cache_id)
-        if offered is not None and not offered.memory.valid:
-            self._offered.pop(cache_id, None)
-            return None
-        return offered
+        return offered if offered is not None and offered.memory.valid else None
 
     def remember(self, cache_id: int, offered: Offered) -> None:
         """The peer lets this side read a cache without asking; from now on it gets reports of that."""
@@ -55,39 +65,39 @@ class Standings:
         if self._timer is None:
             self._tick()
 
-    def clear(self) -> None:
-        """The connection has ended."""
+    def note(self, cache_id: int, nbytes: int, pull_id: str = "") -> None:
+        """Something was read. The source hears of it soon, with the pull's id if one is given."""
+        with self._lock:
+            reads = self._unreported.setdefault(cache_id, _Reads())
+            reads.pulls += 1
+            reads.nbytes += nbytes
+            if pull_id:
+                reads.pull_ids.append(pull_id)
+
+    def report(self) -> None:
+        """Tell the source what it has not heard of yet."""
+        for read in self._take():
+            self._report(read)
+
+    def clear(self) -> int:
+        """The connection has ended; how many reads the source will never hear of."""
         self._offered.clear()
-        self._reads.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        return sum(read.pulls for read in self._take())
 
     def _tick(self) -> None:
-        self._timer = None
-        for read in self.reports():
-            self._report(read)
-        self._offered = {number: one for number, one in self._offered.items() if one.memory.valid}  # else kept mapped
-        if self._offered:
-            self._timer = asyncio.get_running_loop().call_later(_INTERVAL, self._tick)
+        self.report()
+        self._offered = {number: one for number, one in tuple(self._offered.items()) if one.memory.valid}
+        again = asyncio.get_running_loop().call_later(_INTERVAL, self._tick) if self._offered else None
+        self._timer = again
 
-    def note(self, cache_id: int, nbytes: int, pull_id: str = "") -> None:
-        """Something was read. The source hears of it soon, with the pull's id if one is given."""
-        self._reads.append((cache_id, nbytes, pull_id))
-
-    def reports(self) -> list[frames.Read]:
-        """What the source has not heard of yet, a message per cache (more for many ids)."""
-        found: dict[int, list[frames.Read]] = {}
-        for _ in range(len(self._reads)):
-            cache_id, nbytes, pull_id = self._reads.popleft()
-            parts = found.setdefault(cache_id, [frames.Read(cache_id, 0, 0, [])])
-            last = parts[-1]
-            ids = [pull_id] if pull_id else []
-            if len(last.pull_ids) + len(ids) > _IDS_AT_ONCE:
-                parts.append(frames.Read(cache_id, 1, nbytes, ids))
-            else:
-                parts[-1] = frames.Read(cache_id, last.pulls + 1, last.nbytes + nbytes, last.pull_ids + ids)
-        return [part for parts in found.values() for part in parts]
+    def _take(self) -> list[frames.Read]:
+        """A message per cache, more for many ids."""
+        with self._lock:
+            unreported, self._unreported = self._unreported, {}
+        return [read for cache_id, reads in unreported.items() for read in reads.messages(cache_id)]
 
     def __repr__(self) -> str:
-        return f"<Standings caches={len(self._offered)} unreported={len(self._reads)}>"
+        return f"<Standings caches={len(self._offered)} unreported={len(self._unreported)}>"

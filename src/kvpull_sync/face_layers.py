@@ -68,7 +68,7 @@ class LandingLayers:
         pull = self._pull
         if not pull.begun:
             pull.over = True
-        elif not pull.over and pull.all_taken:
+        elif not pull.over and (pull.all_taken or pull.failed):
             self._finish()
         else:
             self._stop()

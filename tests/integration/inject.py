@@ -38,8 +38,8 @@ def gated_memories(monkeypatch: pytest.MonkeyPatch, *, after: int) -> list[Gated
     """Engines made from now on have gated memory: the list of it grows in the order in which they are made."""
     made: list[GatedMemory] = []
 
-    def make(*args: Any) -> GatedMemory:
-        made.append(_Gated(HostMemory(*args), after=after))
+    def make(*args: Any, **options: Any) -> GatedMemory:
+        made.append(_Gated(HostMemory(*args, **options), after=after))
         return made[-1]
 
     monkeypatch.setattr("kvpull_async.engine.HostMemory", make)

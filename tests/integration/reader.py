@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from kvpull_async import CacheDesc, CacheKey, DataType, KvCache, LLMDataDist, LLMException, LLMStatusCode
@@ -37,6 +38,14 @@ async def source(**properties: Any) -> AsyncIterator[Child]:
 
 async def fields(peer: Child) -> dict[str, Any]:
     return await peer.ask("state", "state")
+
+
+async def comes_to(peer: Child, condition: Callable[[dict[str, Any]], bool]) -> None:
+    """Ask the peer for its fields until they are so."""
+    give_up = time.monotonic() + 15
+    while not condition(state := await fields(peer)):
+        assert time.monotonic() < give_up, state
+        await asyncio.sleep(0.01)
 
 
 class Reader:

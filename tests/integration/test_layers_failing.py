@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpull_async import CacheDesc, DataType, LLMException, LLMRole, LLMStatusCode, LLMTimeoutError
+from kvpull_async import CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode, LLMTimeoutError
 from kvpull_async.managers import pulls
 from tests import duo
 from tests.integration.held_layers import SOME, begin, held, some
@@ -16,6 +16,7 @@ from tests.integration.inject import gated_memories
 from tests.integration.own_loop import outcome, within
 from tests.integration.processes import child
 from tests.layered import FLAT, LAYERED, LAYERS, intact, key, layer_holds, set_canary
+from tests.loop_nodes import eventually
 
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
@@ -79,6 +80,25 @@ async def test_a_refused_pull_raises_out_of_the_iteration() -> None:
                 await within(layers.__anext__())
         assert caught.value.status_code is NOT_EXIST
         assert intact(cache)
+
+
+async def test_p10_a_failure_that_nobody_iterated_to_is_raised_where_the_block_is_left() -> None:
+    async with duo.duo() as pair:
+        cache = await pair.destination(LAYERED)
+        layers = pair.decoder.kv_cache_manager.pull_layers(CacheKey(duo.PROMPT, 999), cache)
+        with pytest.raises(LLMException) as caught:
+            async with layers:
+                await eventually(lambda: layers._pull.failed)
+        assert caught.value.status_code == NOT_EXIST
+        layers = pair.decoder.kv_cache_manager.pull_layers(CacheKey(duo.PROMPT, 999), cache)
+        with pytest.raises(ZeroDivisionError):  # what the block itself raises goes first
+            await _failing_itself(layers)
+
+
+async def _failing_itself(layers: Any) -> None:
+    async with layers:
+        await eventually(lambda: layers._pull.failed)
+        raise ZeroDivisionError
 
 
 async def test_finalize_ends_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:

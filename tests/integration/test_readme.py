@@ -1,7 +1,11 @@
-"""What README.md and docs/ show is true: the Python blocks run, links lead somewhere, named tests and modules exist."""
+"""What README.md and docs/ show is true: the Python blocks run, links lead somewhere, named tests and modules exist.
+
+docs/events.md has tests of its own: tests/unit/test_events_page.py.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -9,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from kvpull_async.config import properties, settings
 from tests.house import CORE, LEVELS, part_of
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PROMISES = ROOT / "docs" / "promises.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]
+WIDTH = 120
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 TEST_NAME = re.compile(r"^\s*(?:async )?def (test_\w+)", re.MULTILINE)
@@ -44,10 +51,33 @@ def test_the_python_blocks_of_the_readme_run_one_after_another(tmp_path: Path) -
     assert '"event": "pull.finished"' in ended.stderr
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", PROMISES, ARCHITECTURE], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_the_pages_lead_somewhere(page: Path) -> None:
     targets = [target for target in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in target]
     assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_of_the_pages_are_wrapped(page: Path) -> None:
+    """Rows of tables cannot be."""
+    lines = enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+    assert not [f"line {number}" for number, line in lines if len(line) > WIDTH and not line.startswith("|")]
+
+
+def test_every_transfer_backend_is_named_where_callers_look() -> None:
+    """In the docstring of the option, and on the page for those who come from the original."""
+    lines = inspect.getsource(properties).partition("transfer_backend = ")[2].splitlines()
+    page = (ROOT / "docs" / "coming-from-llm_datadist.md").read_text(encoding="utf-8").partition("## Added here")[2]
+    (option,) = [line for line in page.splitlines() if line.startswith("- `transfer_backend`")]
+    for name in settings._BACKENDS:
+        assert f'"{name}"' in lines[1], name
+        assert f'"{name}"' in option, name
+
+
+def test_the_page_of_benchmarks_names_every_file_of_them() -> None:
+    folder = ROOT / "benchmarks"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert not [path.name for path in folder.glob("*.[cp]*") if path.is_file() and f"`{path.name}`" not in text]
 
 
 def test_the_make_targets_that_the_readme_names_exist() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import subprocess
@@ -16,7 +15,7 @@ from kvpull_async import LLMException, LLMStatusCode
 from tests import duo
 from tests.integration.own_loop import outcome
 from tests.integration.processes import child, descriptors, few_descriptors
-from tests.integration.reader import KINDS, fields, options_for, reader, refused, source, source_kind
+from tests.integration.reader import KINDS, comes_to, fields, options_for, reader, refused, source, source_kind
 from tests.loop_nodes import event_log
 
 NOBODY = 65534
@@ -200,8 +199,9 @@ async def test_a_source_without_a_descriptor_for_the_side_channel_waits_quietly_
     async with source(transport="shm") as there, reader(transport="shm") as here:
         await there.ask("publish", "published", key=0, nbytes=LARGE)
         await here.link(there)  # so that the socket at which the source waits is there
+        linked = (await fields(there))["descriptors"]
         await here.unlink(there)
-        await asyncio.sleep(0.3)  # until it has closed what it had for that link
+        await comes_to(there, lambda state: state["descriptors"] <= linked - 3)  # two connections, the side channel
         await there.ask("limit", "limited", spare=1)
         spent = (await there.ask("spent", "spent"))["cpu"]
         with pytest.raises(LLMException) as raised:

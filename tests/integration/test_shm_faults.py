@@ -25,6 +25,7 @@ from tests.integration.reader import (
     KINDS,
     NBYTES,
     Reader,
+    comes_to,
     held_memory,
     options_for,
     reader,
@@ -46,12 +47,15 @@ class Held:
         self.source, self.here, self.kind = source, here, kind
         self._gate = gate
 
-    async def pull(self, *, timeout: float = duo.TIMEOUT_MS) -> tuple[Any, asyncio.Task[None]]:
+    async def pull(
+        self, *, timeout: float = duo.TIMEOUT_MS, threads: int | None = None
+    ) -> tuple[Any, asyncio.Task[None]]:
+        """`threads` tells how many of those that copy here stand still: by default all, also of other pulls."""
         cache = await self.here.cache()
         if self.kind == "streamed":
             await self.source.ask("hold", "holding")
         else:
-            self._gate.close()
+            self._gate.close(times=threads)
         task = self.here.pull(cache, 0, timeout=timeout)
         await (self.source.hear("held") if self.kind == "streamed" else self._gate.reached())
         return cache, task
@@ -157,10 +161,17 @@ async def test_p2_p7_memory_taken_back_in_the_middle_of_a_copy_is_never_taken_fo
 @pytest.mark.parametrize("kind", ONE_SIDED)
 async def test_p7_a_release_waits_for_the_reader_in_time(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     async with held(monkeypatch, kind, settle_timeout=20_000) as scene:
-        cache, pull = await scene.pull()
-        scene.source.tell("spoil", key=0)
-        await asyncio.sleep(0.2)
+        cache, pull = await scene.pull(threads=1)
+        async with duo.node(LLMRole.DECODER, duo.DECODER + 1, **options_for(kind)) as node:
+            other = Reader(node)
+            await other.link(scene.source)
+            also = await other.cache()
+            scene.source.tell("spoil", key=0)
+            while (error := await outcome(other.pull(also, 0))) is None:
+                pass
+            refused(error, NOT_EXIST)  # from here on nobody else may begin, so the release has
         assert scene.source.heard_nothing(), "it was released under its reader"
+        assert not pull.done()
         scene.go_on()
         assert await outcome(pull) is None
         assert whole(cache, 0)
@@ -193,9 +204,10 @@ async def test_p2_p4_a_source_restarted_in_the_middle_of_a_copy(monkeypatch: pyt
 @pytest.mark.parametrize("kind", ONE_SIDED)
 async def test_p1_a_cancelled_copy_writes_nothing_afterwards(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     async with held(monkeypatch, kind, settle_timeout=20_000) as scene:
-        cache, pull = await scene.pull()
+        cache, pull = await scene.pull(threads=1)
         pull.cancel()
-        await asyncio.sleep(0.05)
+        await comes_to(scene.source, lambda state: not state["busy"])  # it has been told, so the pull is on its way out
+        await scene.here.cache()  # the way to where the pull ends and back
         assert not pull.done(), "it ended while a thread was about to write to the destination"
         scene.go_on()
         assert isinstance(await outcome(pull), asyncio.CancelledError)

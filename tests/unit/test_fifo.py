@@ -254,3 +254,18 @@ async def test_claims_of_other_threads_and_waits_on_the_loop_never_lose_the_slot
         thread.join()
     assert not fifo.busy
     assert claimed[0]
+
+
+async def test_p4_a_slot_given_back_twice_reaches_who_waits_for_it() -> None:
+    """As after an interrupt in the middle of giving it back."""
+    fifo, loop = Fifo(limit=8, wait=True), asyncio.get_running_loop()
+    assert fifo.claim("me")
+    waiting = asyncio.ensure_future(fifo.acquire())
+    await asyncio.sleep(0)
+    fifo.unclaim("me", loop)
+    fifo.unclaim("me", loop)
+    await asyncio.wait_for(waiting, 20)
+    await asyncio.sleep(0)
+    assert fifo.busy, "it was given to nobody else"
+    fifo.release()
+    assert not fifo.busy

@@ -95,7 +95,7 @@ async def test_without_a_kind_in_common_the_refusal_names_those_of_both_sides(
     theirs: tuple[str, ...], named: str
 ) -> None:
     async with acceptor(*scripted("inproc", "tcp")) as (made, events):
-        words = f"no data path in common: this side has inproc, tcp, the peer {named}"
+        words = f"no data path in common: the accepting side has inproc, tcp, the dialling side {named}"
         with pytest.raises(LLMException, match=words) as caught:
             await made.open(*theirs)
         assert caught.value.status_code == FAILED

@@ -11,6 +11,7 @@ from kvpull_async._deadline import Deadline
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.registry import Entry, Registry
 from kvpull_async.values import CacheDesc, DataType, Placement
+from tests.loop_nodes import eventually
 
 DESC = CacheDesc(1, [2, 8], DataType.DT_INT8)
 
@@ -61,8 +62,7 @@ async def test_p7_a_released_cache_is_claimed_no_more_and_goes_with_its_last_cla
     assert not held.entry.claim("me")
     assert held.registry.find(held.entry.cache_id) is held.entry, "gone while its memory is in use"
     held.entry.unclaim("me", loop)
-    await asyncio.sleep(0.01)
-    assert held.registry.find(held.entry.cache_id) is None
+    await eventually(lambda: held.registry.find(held.entry.cache_id) is None)
 
 
 async def test_p1_a_quarantined_cache_is_not_claimed() -> None:

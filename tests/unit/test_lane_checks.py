@@ -11,7 +11,7 @@ from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode
 from tests.loop_nodes import LaneScene, eventually
 
-GRANT, OTHER = b"g" * 16, b"o" * 16
+GRANT, OTHER, LATER = b"g" * 16, b"o" * 16, b"l" * 16
 
 
 @pytest.fixture
@@ -27,7 +27,10 @@ async def test_a_check_is_one_round_trip_and_its_answer_the_sources(scene: LaneS
     checking = asyncio.create_task(scene.lane.check(GRANT))
     assert await scene.heard(frames.Check) == frames.Check(GRANT)
     scene.say(frames.Checked(OTHER, not valid))  # of a grant that nobody asked about
-    await asyncio.sleep(0.02)
+    later = asyncio.create_task(scene.lane.check(LATER))
+    await scene.heard(frames.Check)
+    scene.say(frames.Checked(LATER, valid=True))
+    assert await later  # what had been said before it has been taken by now
     assert not checking.done()
     scene.say(frames.Checked(GRANT, valid))
     assert await checking is valid

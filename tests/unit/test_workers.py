@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvpull_async._workers import Job, Workers, report_to
+from kvpull_async._workers import Job, Workers, report_to, resolve
 
 BOUND = 10.0
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
@@ -197,6 +197,16 @@ def test_reporting_to_a_closed_loop_is_answered_and_harmless() -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     assert not report_to(loop, print)
+
+
+async def test_a_wait_is_ended_once_and_what_has_ended_or_is_not_there_stays_as_it_is() -> None:
+    waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    given_up.cancel()
+    for future in (waiting, waiting, given_up, None):
+        resolve(future)
+    assert waiting.result() is None
+    assert given_up.cancelled()
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class LLMConfig:
     local_comm_res = _Option(settings.COMM_RES, kinds.string, str, default="")
     """Local communication resources. Set, even to "", it switches on the cache manager and remote access."""
     transfer_backend = _text(settings.BACKEND)
-    """"hixl" (needs ``listen_ip_info`` and the cache manager), or ours: "auto", "inproc", "tcp"."""
+    """"hixl" (needs ``listen_ip_info`` and the cache manager), or ours: "auto", "inproc", "shm", "tcp"."""
     global_resource_config = _text("llm.GlobalResourceConfig")
     """Accepted, without a meaning here."""
     cluster_info = _Option("llm.ClusterInfo", _cluster_info, _with_numeric_ips, default="")

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvpull_async import plan
 from kvpull_async._deadline import Deadline, absorb
-from kvpull_async._workers import Job
+from kvpull_async._workers import Job, resolve
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.node import Node
 from kvpull_async.memory.base import Allocation, copy_batches
@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 _RANK_LIMIT: Final = 32
+_AGAIN: Final = 0.005
+"""Seconds between two attempts to allocate."""
 
 
 def checked_keys(keys: object) -> list[CacheKey]:
@@ -85,11 +87,11 @@ async def allocate(
     check_layout(desc)
     registry.check_keys(desc, keys, bound_status=dialect.key_bound_status)
     size, placement = desc.size, desc.placement
-    allocation = await _in_worker(
+    allocation = await _with_patience(
         node,
         lambda: registry.backend.allocate(tensors=desc.num_tensors, tensor_nbytes=size, placement=placement),
-        registry.backend.free,
         dialect,
+        placement,
     )
     try:
         registry.check_keys(desc, keys, bound_status=dialect.key_bound_status)
@@ -102,6 +104,22 @@ async def allocate(
         registry.bind_blocks(entry, blocks_key)
     node.log.debug("cache.allocated", cache_id=entry.cache_id, bytes=allocation.nbytes, keys=len(keys))
     return entry
+
+
+async def _with_patience(
+    node: Node, make: Callable[[], Allocation], dialect: Dialect, placement: Placement
+) -> Allocation:
+    """As long as others are only to unmap what was released here, it may yet fit."""
+    backend, patience = node.registry.backend, Deadline.after_ms(node.settings.settle_timeout_ms)
+    while True:
+        worth_it = backend.returning(placement)  # before: what comes back meanwhile comes too late for this attempt
+        try:
+            return await _in_worker(node, make, backend.free, dialect)
+        except LLMException as error:
+            full = error.status_code == dialect.out_of_memory_status
+            if not full or patience.expired or not (worth_it or backend.returning(placement)):
+                raise
+        await asyncio.sleep(_AGAIN)
 
 
 async def _in_worker(
@@ -229,7 +247,7 @@ async def _copy(node: Node, source: tuple[Entry, plan.Segments], destination: tu
     steps = copy_batches(backend.lending(src.regions, reading), backend.landing(dst.regions, writing))
     job = Job(node.workers, steps)
     released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    pins = [entry.pin(partial(_set, released)) for entry in (src, dst)]
+    pins = [entry.pin(partial(resolve, released)) for entry in (src, dst)]
 
     def unpin(_: asyncio.Future[None]) -> None:
         """Not before the last step has ended: the source is read for as long as the destination is written."""
@@ -249,8 +267,3 @@ async def _copy(node: Node, source: tuple[Entry, plan.Segments], destination: tu
         raise
     finally:
         job.settled.add_done_callback(unpin)
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

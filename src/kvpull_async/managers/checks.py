@@ -21,7 +21,6 @@ from kvpull_async.values._check import INVALID_ID, instance, int64, integers, re
 
 __all__ = ["PULL_NAMES", "PullDraft", "known_names", "plain"]
 
-Key = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
 _RANGES: Final = ("src_layer_range", "dst_layer_range", "tensor_num_per_layer")
 _CALL: Final = ("timeout", "traceparent")
 PULL_NAMES: Final = (*_RANGES, "src_cache_offset", "dst_cache_offset", *_CALL)
@@ -87,7 +86,7 @@ def role(draft: PullDraft) -> None:
 
 def key_type(draft: PullDraft) -> None:
     if draft.remote_access:
-        draft.key = instance("cache_key", draft.key, CacheKeyByIdAndIndex)
+        draft.key = instance("cache_key (with remote cache access enabled)", draft.key, CacheKeyByIdAndIndex)
     else:
         draft.key = instance("cache_key", draft.key, CacheKey, CacheKeyByIdAndIndex)
 

@@ -13,6 +13,7 @@ from kvpull_async.held import Entry
 from kvpull_async.link import Link
 from kvpull_async.managers.node import Node
 from kvpull_async.standing import Offered
+from kvpull_async.status import LLMException
 from kvpull_async.values import Cache, CacheKeyByIdAndIndex
 
 __all__ = ["pull_now"]
@@ -20,11 +21,17 @@ __all__ = ["pull_now"]
 _MOST_BYTES: Final = 256 * 1024
 """Copied in some 20 us; more than this is worth a thread of its own."""
 _MOST_TENSORS: Final = 256
+_LONGEST: Final = 2**31
+"""ms; a deadline in that time cannot pass here."""
 
 
 def pull_now(node: Node, key: Any, cache: Any, batch_index: Any, size: Any, options: Mapping[str, Any]) -> int:
     """The bytes pulled, or 0 when nothing was done."""
+    if not node.live:  # in a forked child, where even a lock may never be given back
+        return 0
     if type(key) is not CacheKeyByIdAndIndex or type(cache) is not Cache or node.log.debugging:
+        return 0
+    if node.underway.get(key.cluster_id):
         return 0
     entry, link = node.registry.local(cache.cache_id), node.find_link(key.cluster_id)
     if entry is None or link is None or cache._binding is not entry or entry.blocks or not entry.remote_accessible:
@@ -86,7 +93,10 @@ def _tensors(options: Mapping[str, Any], held: int) -> tuple[range | None, range
             return None
         else:
             ranges.append(range(layers.start * per_layer, layers.stop * per_layer))
-    if found + ("tensor_num_per_layer" in options) != len(options):
+    timeout = options.get("timeout", 1)
+    if type(timeout) not in (int, float) or not 0 < timeout < _LONGEST:
+        return None
+    if found + ("tensor_num_per_layer" in options) + ("timeout" in options) != len(options):
         return None
     return ranges[0], ranges[1]
 
@@ -99,11 +109,13 @@ def _copy(
     try:
         if not (link.claim(token) and entry.claim(token)):
             return 0
+        if link.standing.find(key.cache_id) is not offered:
+            return 0  # the link has been made anew meanwhile, maybe to another process
         destinations = [entry.regions[tensor].address + ours for tensor in dst]
         if not offered.memory.read(src.start, theirs, destinations, nbytes):
             return 0  # taken away meanwhile: the source says what became of it
-    except OSError:
-        return 0
+    except (OSError, ValueError, LLMException):
+        return 0  # whatever it is, the ordinary way says it with all that belongs to it
     finally:
         try:
             entry.unclaim(token, node.loop)

@@ -5,6 +5,7 @@ It must not know how bytes move, or how the consumer waits.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -16,13 +17,13 @@ _NEVER: Final = 2**63
 class Landed:
     """Made before the pull, `expect` is called on the core before its first byte, `bytes_landed` while bytes come.
 
-    Without a lock: a consumer that finds nothing says that it waits, and then looks once more; a layer that lands is
-    counted first, and then it is looked whether somebody waits.
+    A consumer that finds nothing is told by `signal` once there is something.
     """
 
     def __init__(self) -> None:
         self.signal: Callable[[], object] = bool
         """Called, from any thread, when something has landed after `take` had found nothing. It must not wait."""
+        self._lock = threading.RLock()  # protects _complete and _waiting; a signal handler may take layers, too
         self._layers = range(0)
         self._layer_nbytes = _NEVER
         self._known = False
@@ -37,11 +38,13 @@ class Landed:
     def bytes_landed(self, total: int) -> None:
         """So many bytes have landed so far. From one thread at a time, whichever it is."""
         complete = total // self._layer_nbytes
-        if complete > self._complete:
+        with self._lock:
+            if complete <= self._complete:
+                return
             self._complete = complete
-            if self._waiting:
-                self._waiting = False
-                self.signal()
+            waiting, self._waiting = self._waiting, False
+        if waiting:
+            self.signal()
 
     def all_landed(self) -> None:
         """The pull has ended well: whatever was told before, it is all there."""
@@ -49,9 +52,9 @@ class Landed:
 
     def take(self) -> int | None:
         """The next layer, if it has landed."""
-        if self._taken == self._complete:
-            self._waiting = True
+        with self._lock:
             if self._taken == self._complete:
+                self._waiting = True
                 return None
         self._taken += 1
         return self._layers[self._taken - 1]

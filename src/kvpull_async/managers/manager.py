@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -32,7 +32,8 @@ Handle = Cache | KvCache
 class Operation(Generic[T]):
     """The public call `name`: `start` makes the coroutine that runs on the core. A pull has a report, and the handle
     it fills. A `lasting` one begins tasks that outlive it, which must not keep its caller's context. `undo` takes back
-    what was made for a caller who was cancelled too late to stop it. For `prompt` see `CoreLoop.call`.
+    what was made for a caller who was cancelled too late to stop it. For `prompt` see `CoreLoop.call`. A pull is one of
+    those `underway` to its cluster from before it is sent to the core until its caller has heard of its end.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Operation(Generic[T]):
     lasting: bool = False
     undo: Callable[[T], None] | None = None
     prompt: bool = False
+    underway: set[object] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ class Manager:
     def _pull(self, prepared: pulls.Prepared) -> Operation[None]:
         report = prepared.report
         start = partial(pulls.run, self._node, self._dialect, prepared)
-        return Operation(report.operation, start, report, prepared.draft.cache, prompt=True)
+        underway = self._node.underway.setdefault(report.cluster_id, set())
+        return Operation(report.operation, start, report, prepared.draft.cache, prompt=True, underway=underway)
 
     # -- making and releasing ---------------------------------------------------------------------------------------
 

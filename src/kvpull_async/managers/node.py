@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpull_async._workers import Workers
 from kvpull_async.config import Settings
@@ -29,3 +29,7 @@ class Node:
     loop: asyncio.AbstractEventLoop
     """The core's."""
     find_link: Callable[[int], Link | None]
+    underway: dict[int, set[object]] = field(default_factory=dict)
+    """By cluster, the pulls that have been asked for and not ended: none that comes later may overtake them."""
+    live: bool = True
+    """False in a forked child."""

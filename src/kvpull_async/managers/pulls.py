@@ -231,7 +231,7 @@ class _Destination:
             land=self.land,
             reading=self.reading,
             known=self.known,
-            open_cache=self.given.key.cache_id if self.given.remote_access and not self.entry.blocks else None,
+            open_cache=self._open_cache(),
             span=self.span,
             entry=self.entry,
             deadline=prepared.deadline,
@@ -259,6 +259,11 @@ class _Destination:
 
     def fits(self, per_tensor: int) -> bool:
         return per_tensor == self.per_tensor
+
+    def _open_cache(self) -> int | None:
+        given = self.given
+        asks = self.entry.blocks or bool(given.traceparent)  # a report of reads has no place for traces
+        return given.key.cache_id if given.remote_access and not asks else None
 
     def known(self, offered: Offered) -> frames.Grant | None:
         """What the source would grant of a cache whose layout is known; None for what it has to refuse by itself."""

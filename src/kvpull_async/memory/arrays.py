@@ -6,7 +6,6 @@ It must not know caches or peers.
 from __future__ import annotations
 
 import ctypes
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from kvpull_async.memory.shared import SharedFile
 from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.values._check import index
 
 __all__ = ["allocate_shared"]
 
@@ -25,12 +25,13 @@ def allocate_shared(shape: int | Sequence[int], dtype: DTypeLike = np.uint8) -> 
     Register its address (`array.ctypes.data`, or `torch.from_numpy(array).data_ptr()`) with `register_cache` or
     `register_blocks_cache`; parts of it will do as well. Without it registered memory works too, slower. The memory
     lives as long as the array, views of it, and tensors made of it do. For bfloat16 take `numpy.uint16` and view it.
+    Unlike other arrays it is not copied by a fork: parent and child then write to the same memory.
 
     Ours: the original has nothing of the kind. Errors: TypeError; ValueError for a shape without elements;
     LLMException with LLM_OUT_OF_MEMORY.
     """
     dims = [shape] if not isinstance(shape, Sequence) else list(shape)
-    sizes = [operator.index(dim) for dim in dims]
+    sizes = [index("shape", dim) for dim in dims]
     kind = np.dtype(dtype)
     if kind.hasobject:
         raise TypeError(f"dtype must be of plain numbers, got {kind}")

@@ -106,6 +106,10 @@ class MemoryBackend(ABC):
     def adopt(self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement) -> tuple[Region, ...]:
         """Regions over memory that belongs to the caller. Does not touch it."""
 
+    def returning(self, placement: Placement) -> bool:
+        """Whether memory of caches that are gone is about to come back, so that it is worth asking again."""
+        return False
+
     def disown(self, regions: tuple[Region, ...]) -> None:
         """The cache over adopted memory is gone; nothing of this side touches it any more."""
 

@@ -38,7 +38,9 @@ class HostMemory(MemoryBackend):
     def __init__(self, budgets: Mapping[Placement, int | None] | None = None) -> None:
         self._budgets = dict(budgets or {})
         self._used = dict.fromkeys(Placement, 0)
-        self._lock = threading.Lock()  # protects _used: caches are allocated in worker threads
+        self._leaving = dict.fromkeys(Placement, 0)
+        """What others still have mapped of caches that are gone."""
+        self._lock = threading.RLock()  # protects _used and _leaving: caches are allocated in worker threads
         self.publications = Publications()
         self._files: weakref.WeakSet[SharedFile] = weakref.WeakSet()
 
@@ -57,8 +59,12 @@ class HostMemory(MemoryBackend):
 
     def free(self, allocation: Allocation) -> None:
         """The memory counts against the budget until nobody on this machine has it mapped any more."""
-        give_back = partial(self._give_back, allocation.nbytes, allocation.placement)
-        self.publications.withdraw(allocation.regions, give_back)
+        with self._lock:
+            self._leaving[allocation.placement] += allocation.nbytes
+        self.publications.withdraw(allocation.regions, partial(self._left, allocation.nbytes, allocation.placement))
+
+    def returning(self, placement: Placement) -> bool:
+        return bool(self._leaving[placement])
 
     def disown(self, regions: tuple[Region, ...]) -> None:
         self.publications.withdraw(regions, _nothing)
@@ -93,6 +99,11 @@ class HostMemory(MemoryBackend):
     def _give_back(self, nbytes: int, placement: Placement) -> None:
         with self._lock:
             self._used[placement] -= nbytes
+
+    def _left(self, nbytes: int, placement: Placement) -> None:
+        with self._lock:
+            self._leaving[placement] -= nbytes
+            self._give_back(nbytes, placement)
 
     def __repr__(self) -> str:
         used = ", ".join(f"{placement.name}={used}" for placement, used in self._used.items())

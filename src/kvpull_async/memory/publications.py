@@ -26,6 +26,8 @@ __all__ = ["EPOCHS", "Publication", "Publications"]
 EPOCHS: Final = 8192
 """Caches that can be published at one time; further ones are streamed."""
 _WORD: Final = 8
+_TENSORS: Final = 8192
+"""Most tensors of a cache whose layout a side channel takes at once; others are streamed."""
 _FILES: Final = 1024  # a cache in more of them counts as one in no file: who maps it needs a descriptor for each
 
 
@@ -80,11 +82,13 @@ class Publications:
         return self._page
 
     def publish(self, regions: tuple[Region, ...]) -> Publication | None:
-        """The publication of a cache, made when first asked for; None when there are too many."""
+        """The publication of a cache, made when first asked for; None when there are too many of
+        them, or too many tensors in it.
+        """
         known = self._by_regions.get(id(regions))
         if known is not None:
             return known
-        if not self._free:
+        if not self._free or len(regions) > _TENSORS:
             return None
         page, slot, number = self.page, self._free.pop(), next(self._numbers)
         files, places = _places(regions)

@@ -17,8 +17,8 @@ import os
 import resource
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -42,6 +42,9 @@ _lock = threading.RLock()  # protects what is below; a garbage collection may co
 _files: dict[int, weakref.ref[SharedFile]] = {}
 _starts: list[int] = []  # their addresses in order; replaced as a whole, so that looking needs no lock
 _descriptors = 0
+_leaving: deque[tuple[int, int]] = deque()
+_unmapping = False
+"""Whether there is a thread that takes from `_leaving`."""
 
 
 class SharedFile:
@@ -143,7 +146,7 @@ class Mapping:
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
         self.nbytes = nbytes
-        weakref.finalize(self, _aside, nbytes, partial(_unmap, address, nbytes)).atexit = False
+        weakref.finalize(self, _unmap_aside, address, nbytes).atexit = False
 
 
 def _map(descriptor: int, nbytes: int, protection: int) -> int:
@@ -163,13 +166,35 @@ def _unmap(address: int, nbytes: int) -> None:
         _LIBC.munmap(start, min(_AT_ONCE, address + nbytes - start))
 
 
-def _aside(nbytes: int, end: Callable[[], None]) -> None:
-    """Giving pages back takes the kernel a quarter of a second per GiB, and who lets go of the memory may be a loop."""
-    if nbytes > _AT_ONCE:
-        with contextlib.suppress(RuntimeError):  # no thread to be had: then the loop has to wait
-            threading.Thread(target=end, name="kvpull-unmap", daemon=True).start()
+def _unmap_aside(address: int, nbytes: int) -> None:
+    """Giving pages back takes the kernel a quarter of a second per GiB, and who lets go of the memory may be a loop.
+
+    So one thread does it, as long as there is something to unmap.
+    """
+    global _unmapping  # noqa: PLW0603
+    if nbytes <= _AT_ONCE:
+        _unmap(address, nbytes)
+        return
+    with _lock:
+        _leaving.append((address, nbytes))
+        if _unmapping:
             return
-    end()
+        _unmapping = True
+    try:
+        threading.Thread(target=_unmap_all, name="kvpull-unmap", daemon=True).start()
+    except RuntimeError:  # no thread to be had: then the loop has to wait
+        _unmap_all()
+
+
+def _unmap_all() -> None:
+    global _unmapping  # noqa: PLW0603
+    while True:
+        with _lock:
+            if not _leaving:
+                _unmapping = False
+                return
+            address, nbytes = _leaving.popleft()
+        _unmap(address, nbytes)
 
 
 def _enter(address: int, file: SharedFile) -> None:
@@ -185,7 +210,7 @@ def _release(address: int, nbytes: int, descriptor: _Descriptor) -> None:
         del _files[address]
         _starts = sorted(_files)
     descriptor.close()
-    _aside(nbytes, partial(_unmap, address, nbytes))
+    _unmap_aside(address, nbytes)
 
 
 def _sealed(writable: int) -> bool:
@@ -273,8 +298,10 @@ _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 def _after_fork() -> None:
     """In a forked child: a thread of the parent may have held the lock."""
-    global _lock  # noqa: PLW0603
+    global _lock, _unmapping  # noqa: PLW0603
     _lock = threading.RLock()
+    _unmapping = False
+    _leaving.clear()  # the parent's thread did not come along; nor is there any need for haste
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -102,7 +102,6 @@ Event = Asked | Ready | Failed | Received
 
 _TO_SERVER: Final = (frames.Request, frames.Cancel, frames.Done, frames.Check, frames.Read, frames.Bye)
 _TO_REQUESTER: Final = (frames.Grant, frames.Refuse, frames.DoneAck, frames.Checked, frames.ByeAck)
-_TO_BOTH: Final = (frames.Ping, frames.Pong)
 
 
 class Session:

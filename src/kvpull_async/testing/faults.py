@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async._deadline import Deadline
-from kvpull_async._workers import report_to
+from kvpull_async._workers import report_to, resolve
 from kvpull_async.memory.base import Allocation, Batches, MemoryBackend, Region
 from kvpull_async.transport.arrivals import Arrivals
 from kvpull_async.transport.base import (
@@ -79,7 +79,7 @@ class Gate:
             self.held += 1
             waiters, self._waiters = self._waiters, []
         for loop, future in waiters:
-            report_to(loop, _resolve, future)
+            report_to(loop, resolve, future)
         return True
 
     async def reached(self, *, timeout: float = 10.0) -> None:
@@ -330,8 +330,3 @@ class FaultyTransport(Transport, PathKind):
 
     def reaches(self, address: Address) -> bool:
         return self._inner.reaches(address)
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

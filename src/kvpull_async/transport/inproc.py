@@ -16,7 +16,7 @@ from typing import Final
 
 from kvpull_async import observe
 from kvpull_async._deadline import Deadline, absorb
-from kvpull_async._workers import Job, report_to
+from kvpull_async._workers import Job, report_to, resolve
 from kvpull_async.memory.base import Batches, Span, copy_batches
 from kvpull_async.transport.arrivals import Arrivals
 from kvpull_async.transport.base import (
@@ -154,12 +154,12 @@ class _InprocChannel(ControlChannel):
 
     def _taken(self, n: int) -> None:
         self._unread -= n
-        _wake(self._room)
+        resolve(self._room)
 
     def _end(self) -> None:
         self._ended = True
         self.arrivals.end()
-        _wake(self._room)
+        resolve(self._room)
 
     def __repr__(self) -> str:
         return f"<InprocChannel {self.peer} unread={self._unread}>"
@@ -191,14 +191,14 @@ class _Offer:
     def end(self) -> None:
         with self._lock:
             self._reading, self._withdrawn = False, True
-        report_to(self._loop, _wake, self.settled)
+        report_to(self._loop, resolve, self.settled)
 
     def abort(self) -> bool:
         with self._lock:
             self._withdrawn = True
             reading = self._reading
         if not reading:
-            _wake(self.settled)
+            resolve(self.settled)
         return True
 
 
@@ -280,11 +280,6 @@ def _while_offered(offer: _Offer) -> Batches:
         for batch in offer.lending:
             offer.check()
             yield batch
-
-
-def _wake(future: asyncio.Future[None] | None) -> None:
-    if future is not None and not future.done():
-        future.set_result(None)
 
 
 def _forget_parent() -> None:

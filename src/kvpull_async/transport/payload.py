@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvpull_async._workers import report_to
+from kvpull_async._workers import report_to, resolve
 from kvpull_async.memory.base import Batches
 
 __all__ = ["Payload", "TcpTransfer", "receive_into", "send_from"]
@@ -74,7 +74,7 @@ class Payload:
                 transfer = self._jobs.get()
                 if transfer is not None:
                     transfer.drop()
-            report_to(self._loop, _resolve, self.ended)
+            report_to(self._loop, resolve, self.ended)
 
 
 class TcpTransfer:
@@ -174,11 +174,6 @@ def _advance(views: Sequence[memoryview], n: int) -> Sequence[memoryview]:
             return [view[n:], *views[i + 1 :]]
         n -= view.nbytes
     return ()
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 Work = Callable[[socket.socket, TcpTransfer], int]

@@ -67,20 +67,6 @@ def test_at_the_end_all_is_there_whatever_was_told_before(landed: Landed) -> Non
     assert landed.all_taken
 
 
-def test_a_layer_that_lands_while_the_consumer_gets_ready_to_wait_is_found() -> None:
-    class Late(Landed):
-        """Its first layer lands between the first look and the word that somebody waits."""
-
-        def __setattr__(self, name: str, value: object) -> None:
-            if name == "_waiting" and value:
-                self.bytes_landed(100)
-            super().__setattr__(name, value)
-
-    landed = Late()
-    landed.expect(range(2), 100)
-    assert landed.take() == 0
-
-
 def test_no_layer_is_missed_between_two_threads() -> None:
     landed, bell, layers = Landed(), threading.Event(), 3000
     landed.expect(range(layers), 2)

@@ -12,6 +12,7 @@ import kvpull_sync
 from kvpull_async import LLMException, LLMStatusCode
 from kvpull_async.memory import shared
 from kvpull_async.memory.arrays import allocate_shared
+from tests import memfds
 
 
 def test_both_packages_offer_it() -> None:
@@ -54,13 +55,34 @@ def test_a_view_keeps_the_memory_and_the_last_one_gives_it_back() -> None:
     assert shared.find(address, 1) is None
 
 
+def test_a_forked_child_writes_to_the_same_memory() -> None:
+    array = allocate_shared((2, 4096))
+
+    def child() -> str:
+        array[1] = 7
+        return "written"
+
+    assert memfds.in_child(child) == "written"
+    assert (array[1] == 7).all()
+
+
 @pytest.mark.parametrize("shape", [(), 0, (3, 0), (-1,), (4, -2)])
 def test_a_shape_without_elements_is_refused(shape: object) -> None:
     with pytest.raises(ValueError, match="dimensions of at least 1"):
         allocate_shared(shape)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [("12", np.uint8), (2.5, np.uint8), ((2, None), np.uint8), (2, object)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ("12", np.uint8),
+        (2.5, np.uint8),
+        ((2, None), np.uint8),
+        (True, np.uint8),
+        ((4, np.True_), np.uint8),
+        (2, object),
+    ],
+)
 def test_what_is_no_shape_or_type_is_a_type_error(shape: object, dtype: object) -> None:
     with pytest.raises(TypeError):
         allocate_shared(shape, dtype)  # type: ignore[arg-type]

@@ -117,7 +117,7 @@ def test_more_caches_than_words_are_not_published_until_one_goes() -> None:
 def test_without_a_descriptor_the_page_is_an_error_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     all_of, regions = Publications(), on_heap(1)
     with monkeypatch.context() as old:
-        old.setattr(shared, "_sealed", lambda writable: False)
+        old.setattr(shared, "_sealed", lambda _: False)
         with pytest.raises(OSError, match="descriptor") as caught:
             all_of.publish(regions)
         assert caught.value.errno == errno.EMFILE
@@ -131,6 +131,13 @@ def test_the_page_takes_a_descriptor_though_caches_must_do_without(monkeypatch: 
         few.setattr(shared, "_descriptors", 2**40)
         assert SharedFile(4096).descriptor == -1
         assert all_of.page.descriptor >= 0
+    all_of.close()
+
+
+def test_a_cache_of_more_tensors_than_a_side_channel_takes_at_once_is_not_published() -> None:
+    all_of, file = Publications(), SharedFile(8)
+    assert all_of.publish((Region(file.address, 8, HOST),) * 8193) is None
+    assert all_of.publish((Region(file.address, 8, HOST),) * 8192) is not None
     all_of.close()
 
 

@@ -19,6 +19,7 @@ from typing import Final
 
 from kvpull_async import observe
 from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._workers import resolve
 from kvpull_async.memory import shared
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.memory.publications import EPOCHS
@@ -238,16 +239,11 @@ async def _next(sock: socket.socket) -> tuple[messages.Message | None, list[int]
             return side.receive(sock)
         except BlockingIOError:
             arrived: asyncio.Future[None] = loop.create_future()
-            loop.add_reader(sock.fileno(), _set, arrived)
+            loop.add_reader(sock.fileno(), resolve, arrived)
             try:
                 await arrived
             finally:
                 loop.remove_reader(sock.fileno())
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _same_user(sock: socket.socket) -> int:

@@ -17,6 +17,7 @@ from kvpull_async.memory.base import Batches, Span
 from kvpull_async.memory.copying import ORDERED
 from kvpull_async.transport.base import PathSeed, Segments, Standing, Transfer
 from kvpull_async.transport.shm.reading import Reading
+from kvpull_async.transport.shm.remote import Open
 from kvpull_async.transport.shm.side import Side
 from kvpull_async.transport.stream import StreamPath
 
@@ -95,7 +96,7 @@ class ShmPath(StreamPath):
         self._expected = None if ticket is None else _Expected(grant_id, ticket, reading, span)
 
     def standing(self, ticket: bytes) -> Standing | None:
-        return self._side.cache(_number(ticket)) if ORDERED else None
+        return Open(self._side.cache(_number(ticket))) if ORDERED else None
 
     def unproven(self, ticket: bytes) -> bool:
         return not ORDERED

@@ -6,6 +6,7 @@ A read counts only if `check` passes before and after it: the cache was still pu
 from __future__ import annotations
 
 import errno
+import weakref
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -25,7 +26,7 @@ from kvpull_async.memory.shared import Mapping
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.shm.messages import Layout
 
-__all__ = ["Cache", "Incomplete", "Mapped", "PeerProcess", "Private", "gone"]
+__all__ = ["Cache", "Incomplete", "Mapped", "Open", "PeerProcess", "Private", "gone"]
 
 _WORD: Final = 8
 
@@ -158,6 +159,24 @@ class Private(_Published):
     def check(self) -> None:
         super().check()
         self._process.check()
+
+
+class Open:
+    """A cache that may be read without asking for as long as its side channel has it. It does not keep it mapped."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.tensors = cache.tensors
+        self.tensor_nbytes = cache.tensor_nbytes
+        self._cache = weakref.ref(cache)
+
+    @property
+    def valid(self) -> bool:
+        cache = self._cache()
+        return cache is not None and cache.valid
+
+    def read(self, first: int, start: int, destinations: Sequence[int], nbytes: int) -> bool:
+        cache = self._cache()
+        return cache is not None and cache.read(first, start, destinations, nbytes)
 
 
 class PeerProcess:

@@ -35,6 +35,8 @@ _UNSENT: Final = 1024
 _FILES: Final = 32 * 1024  # half of the mappings that the kernel allows a process by default
 _GRANTS: Final = 256
 _AT_ONCE: Final = 256
+_TURNS: Final = 64
+"""How many times so many messages may come before the one that is needed."""
 _FAREWELL: Final = 0.1
 """Seconds within which the goodbye on the link's own connection is heard, when the peer ends in good order."""
 _ROOM: Final = socket.CMSG_SPACE(messages.DESCRIPTORS * array("i").itemsize)
@@ -180,7 +182,10 @@ class Side:
         """What the peer has published under that number. LLMException when it has taken it back meanwhile,
         ConnectionError when this process could not get it.
         """
-        self.drain()
+        for _ in range(_TURNS):
+            self.drain()
+            if number in self._caches:
+                break
         found = self._caches.get(number)
         if found is None and number in self._dropped:
             raise gone()

@@ -12,7 +12,7 @@ import pytest
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
 from kvpull_async.memory import shared
-from kvpull_async.transport.shm import messages
+from kvpull_async.transport.shm import messages, side
 from tests import memfds
 from tests.meetings import (
     Kind,
@@ -41,10 +41,12 @@ async def test_without_descriptors_nobody_is_let_in_the_loop_stays_free_and_it_p
         offer, late = accepting.offer(token), accepting.offer(other)
         await meeting.meet(other, late)
         with connected(messages.decode_offer(offer).name), memfds.descriptor_limit(0):
-            await asyncio.sleep(0.1)
-            assert 1 <= len(accepting.reasons) <= 2, "the loop spins"
+            await until(lambda: accepting.reasons)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert len(accepting.reasons) < 50, "the loop spins: it tries at every turn"
             assert "Too many open files" in accepting.reasons[0]
-        await asyncio.sleep(0.3)
+        await until(lambda: "Too many open files" not in accepting.reasons[-1])  # who waited is let in, and has gone
         await meeting.meet(token, offer)
 
 
@@ -52,6 +54,7 @@ async def test_a_meeting_without_descriptors_is_an_error_and_works_later() -> No
     async with kinds() as (accepting, meeting):
         for kind in (accepting, meeting):
             assert kind._memory.publications.page.nbytes
+        at_first = 0
         for free in (0, 1, 2):
             token = secrets.token_bytes(16)
             offer = accepting.offer(token)
@@ -59,17 +62,20 @@ async def test_a_meeting_without_descriptors_is_an_error_and_works_later() -> No
             with memfds.descriptor_limit(free), pytest.raises((OSError, asyncio.TimeoutError)):
                 await meeting.meet(token, offer)
             accepting.forget(token)
-            await asyncio.sleep(0.25)
-            assert memfds.descriptors() == before
+            at_first = at_first or before
+            await until(lambda: memfds.descriptors() == before)  # noqa: B023
         token = secrets.token_bytes(16)
-        await meeting.meet(token, accepting.offer(token))
+        await meeting.meet(token, accepting.offer(token))  # let in after all those that failed
+        for kind in (accepting, meeting):
+            kind.forget(token)
+        await until(lambda: memfds.descriptors() == at_first)
 
 
 async def test_a_page_without_a_descriptor_is_a_reason_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     async with kinds() as (accepting, meeting):
         token = secrets.token_bytes(16)
         with monkeypatch.context() as old:
-            old.setattr(shared, "_sealed", lambda writable: False)
+            old.setattr(shared, "_sealed", lambda _: False)
             with pytest.raises(OSError, match="no descriptor"):
                 await meeting.meet(token, accepting.offer(token))
         await meeting.meet(token, accepting.offer(token))
@@ -86,8 +92,9 @@ async def test_the_end_of_the_side_channel_is_told_to_the_link(workers: Workers)
         accepting.path(seed(token, workers, dialer=False, lost=lost[0]))
         meeting.path(seed(token, workers, dialer=True, lost=lost[1]))
         accepting.forget(token)
-        await asyncio.sleep(0.2)
-        assert not lost[0], "who ends it by itself knows"
+        await until(lambda: lost[1])
+        assert not lost[0], "who ends it by itself knows"  # and would have been told first
+        await asyncio.sleep(side._FAREWELL)  # a later timer than one that tells it again
         assert len(lost[1]) == 1
         with pytest.raises(ConnectionError):
             meeting.path(seed(token, workers, dialer=True))

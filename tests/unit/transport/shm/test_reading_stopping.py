@@ -23,6 +23,13 @@ async def workers() -> AsyncIterator[Workers]:
     assert await asyncio.to_thread(made.close, 20) == 0
 
 
+async def free(workers: Workers, threads: int) -> None:
+    """Wait until so many threads of `workers` are done with what they had to do before this."""
+    meeting = threading.Barrier(threads)
+    here = [asyncio.wrap_future(workers.submit(meeting.wait, 20)) for _ in range(threads)]
+    await asyncio.gather(*here)
+
+
 @pytest.fixture(params=["span", "landing"])
 def start(request: pytest.FixtureRequest, workers: Workers) -> Callable[..., Reading]:
     """A reading that writes by itself, and one that fills what a landing hands out."""
@@ -38,22 +45,22 @@ def start(request: pytest.FixtureRequest, workers: Workers) -> Callable[..., Rea
 
 
 async def test_stopped_while_it_copies_it_settles_only_then_and_writes_nothing_more(
-    start: Callable[..., Reading],
+    start: Callable[..., Reading], workers: Workers
 ) -> None:
     source, nbytes = Source(1, 12 * MIB), 12 * MIB
     target, rows = Target(1, nbytes), table((0, 0, nbytes))
-    source.gate.close()
+    source.gate.close(times=1)
     reading = start(source, rows, target, rows)
     await source.gate.reached()
     assert reading.abort()
     assert reading.abort()
-    await asyncio.sleep(0.02)
+    await free(workers, workers.limit - 1)  # all but the one that is held
     assert not reading.settled.done(), "a thread is about to write"
     source.gate.open()
     await settled(reading)
     target.content[:] = CANARY
     assert reading.done.cancelled()
-    await asyncio.sleep(0.05)
+    await free(workers, workers.limit)
     assert target.untouched
 
 
@@ -64,7 +71,6 @@ async def test_stopped_before_any_thread_began_it_never_begins(start: Callable[.
     workers.submit(blocking.wait, 20)
     try:
         reading = Reading(workers, source, lambda: rows, target.span(rows), nbytes=64 * KIB)
-        await asyncio.sleep(0.01)
         reading.abort()
         reading.abort()
         await settled(reading)
@@ -76,13 +82,16 @@ async def test_stopped_before_any_thread_began_it_never_begins(start: Callable[.
     assert target.untouched
 
 
-async def test_stopping_what_has_ended_changes_nothing(start: Callable[..., Reading]) -> None:
+async def test_stopping_what_has_ended_changes_nothing(start: Callable[..., Reading], workers: Workers) -> None:
+    wrong: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
     source, target, rows = Source(), Target(), table((0, 0, 100))
     reading = start(source, rows, target, rows)
     await settled(reading)
     assert reading.abort()
-    await asyncio.sleep(0.01)
+    await free(workers, workers.limit)
     assert reading.done.result() == 100
+    assert not wrong
 
 
 async def test_stopping_what_has_failed_keeps_the_error(start: Callable[..., Reading]) -> None:

@@ -23,6 +23,7 @@ from kvpull_async.transport.shm.messages import (
     Layout,
     Message,
     Missed,
+    Opened,
     Stream,
 )
 from tests import memfds
@@ -350,3 +351,12 @@ async def test_what_waits_for_a_slow_peer_comes_in_order_once_it_reads() -> None
             await turn(1)
         assert [message.number for message in heard if isinstance(message, Layout)] == [*numbers, numbers[-1] + 1]
         assert published(end.side, caches[-1]) == numbers[-1] + 1
+
+
+async def test_the_answer_about_reading_may_come_late() -> None:
+    with hostile() as end:
+        regions = heap_regions(1)
+        assert end.side.publish(regions) is None
+        end.say(Opened(True))
+        end.side.drain()
+        assert end.side.publish(regions) is not None
