@@ -59,7 +59,7 @@ class Bench:
 
     def __init__(self, source: Child, shape: Shape, make: type[AwaitingNode | BlockingNode]) -> None:
         self.source = source
-        self.node: Node = make(LLMRole.DECODER, PULLER_CLUSTER, shape=shape)
+        self.node: Node = make(LLMRole.DECODER, PULLER_CLUSTER, shape=shape, heartbeat_timeout=600_000)
         self.memory: Arena = own_memory(shape)
         self.memory.poison()
         self.cache: Cache = self.node.entries(self.memory)[0]

@@ -37,7 +37,9 @@ def prefill_side(
 def _mute() -> None:
     """From now on this process greets, answers heartbeats, and never serves a request that comes."""
 
-    def serve_nothing(_: Serving) -> None:
+    def serve_nothing(*_: object) -> bool:
         """The requests stay where they are."""
+        return False
 
-    Serving._next = serve_nothing  # type: ignore[assignment,method-assign]  # there is no option for being broken
+    for name in ("_next", "_answered"):  # there is no option for being broken
+        setattr(Serving, name, serve_nothing)
