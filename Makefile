@@ -4,14 +4,19 @@
 #   make test                       the full test suite
 #   make test ARGS="-k frames -x"   a part of it
 #   make test PYTHON=python3.13     on another interpreter (.venv is rebuilt when PYTHON differs from last time)
+#   make test EXTRAS=test,compat    with torch, so that nothing is skipped (its default build takes gigabytes)
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+EXTRAS ?= test
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 BUILT_FOR := $(PYTHON) in $(CURDIR)
+TESTED := $(VENV)/.test-$(EXTRAS)
+# It looks for packages where the first python on PATH does. What numpy leaves unknown is no fault of ours.
+COMPLETE := PATH="$(abspath $(BIN)):$$PATH" python -m pyright --ignoreexternal --verifytypes
 TYPED := $(wildcard src examples benchmarks tests/conftest.py tests/house.py tests/typing)
 
 .DEFAULT_GOAL := help
@@ -22,14 +27,14 @@ help:
 	@echo "make test    the full test suite"
 	@echo "make lint    ruff: rules and formatting"
 	@echo "make format  let ruff mend what it can"
-	@echo "make type    mypy, strict"
+	@echo "make type    mypy, strict; pyright: whether every public type is known"
 	@echo "make bench   throughput and latency, beside plain sockets (ARGS=--help tells more)"
 	@echo "make clean   remove .venv and everything generated"
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/prefill_decode.py $(ARGS)
 
-test: $(VENV)/.test
+test: $(TESTED)
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.lint
@@ -42,6 +47,7 @@ format: $(VENV)/.lint
 
 type: $(VENV)/.lint
 	$(BIN)/python -m mypy $(ARGS) $(TYPED)
+	for package in kvpull_async kvpull_sync; do $(COMPLETE) $$package || exit 1; done
 
 # A picture takes more than the library needs: make bench ARGS="--limits --plot out.png"
 bench: $(VENV)/.run $(if $(findstring --plot,$(ARGS)),$(VENV)/.bench)
@@ -61,15 +67,15 @@ $(VENV)/.run: pyproject.toml src/kvpull_async/memory/_speedups.c
 	@echo '$(BUILT_FOR)' > $(VENV)/.built-for
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.run
-	$(PIP_INSTALL) --editable '.[test]'
+$(TESTED): $(VENV)/.run
+	$(PIP_INSTALL) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.run
 	$(PIP_INSTALL) --editable '.[bench]'
 	@touch $@
 
-$(VENV)/.lint: $(VENV)/.test
+$(VENV)/.lint: $(TESTED)
 	$(PIP_INSTALL) --editable '.[lint]'
 	@touch $@
 

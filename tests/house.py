@@ -23,29 +23,36 @@ SIZED = ("src", "tests", "examples", "benchmarks")
 # matching prefix counts, so `memory.base` is a part of its own beside `memory`.
 LAYERS = (
     ("status", "observe"),
-    ("values", "_deadline", "_workers", "_prompt", "_threads", "transport.arrivals", "memory._acl"),
+    (
+        "values", "_deadline", "_workers", "_prompt", "_threads", "transport.arrivals", "memory._acl",
+        "protocol.messages", "protocol.identity",
+    ),
     ("config", "plan", "call", "fifo", "protocol.frames", "memory.base"),
     ("core", "protocol.session", "memory", "transport.base", "held"),
+    ("addresses",),
     ("registry",),
-    ("transport", "lane", "offers"),
+    ("transport", "greeting", "offers", "aims"),
+    ("lane",),
     ("linkage", "standing"),
-    ("dialling", "halves", "routes"),
-    ("link", "serve", "testing"),
-    ("links", "pull"),
-    ("managers",),
+    ("dialling", "halves", "routes", "turn"),
+    ("link", "receiving", "testing", "watching"),
+    ("linked", "pull", "push", "serve"),
+    ("links", "listening"),
+    ("comms", "managers"),
     ("engine",),
-    ("datadist", "layers"),
+    ("crossing",),
+    ("datadist", "layers", "tasks"),
     ("entry",),
-    ("face_layers",),
+    ("face_layers", "face_tasks"),
     ("face_managers",),
     ("face",),
     ("",),  # kvpull_async itself: the public names
-)
+)  # fmt: skip
 LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 # A lower part that names a higher one in annotations only, below `if TYPE_CHECKING:`.
 UPWARD_FOR_TYPES = {
-    ("link", "pull"),  # a link runs pulls one after another, and never makes one
+    ("turn", "link"),  # a turn is spent on a link, which runs turns one after another and never makes one
 }
 
 # Packages that only group their modules, one level or several: their own __init__ may import none of them.
@@ -62,6 +69,7 @@ IMPURE_LIBRARIES = {"asyncio", "socket", "ctypes", "threading"}
 RESERVED_LIBRARIES = {
     "ctypes": ("memory", "transport.shm"),
     "async_timeout": ("_deadline",),
+    "torch": (),  # its tensors are known by what they can be asked
     "pickle": (),
     "marshal": (),
     "shelve": (),
@@ -71,13 +79,17 @@ RESERVED_LIBRARIES = {
 LAZY_LIBRARIES = {"nixl", "mooncake"}
 
 # These work with any transport and any memory, and know only the contracts.
-CONTRACT_USERS = ("dialling", "halves", "lane", "link", "linkage", "links", "offers", "pull", "serve", "standing")
+CONTRACT_USERS = (
+    "aims", "dialling", "greeting", "halves", "lane", "link", "linkage", "linked", "links", "offers", "pull", "push",
+    "receiving", "serve", "standing", "turn", "watching",
+)  # fmt: skip
 CONTRACTS = {"transport": "transport.base", "memory": "memory.base"}
 
 # Source modules that need no unit test module of their own name, and the file that tests them instead.
 TESTED_ELSEWHERE: dict[str, str] = {
     f"{CORE}.entry": "tests/unit/test_layering.py",  # names of other modules, nothing else
     f"{CORE}.testing.contracts.control": "tests/contract",
+    f"{CORE}.testing.contracts.ends": "tests/contract",
     f"{CORE}.testing.contracts.memory": "tests/contract",
     f"{CORE}.testing.contracts.path": "tests/contract",
     f"{CORE}.testing.contracts._waiting": "tests/contract",

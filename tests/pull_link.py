@@ -19,7 +19,7 @@ from kvpull_async._workers import Workers
 from kvpull_async.fifo import Fifo
 from kvpull_async.memory.base import Batches, Span
 from kvpull_async.memory.host import HostMemory
-from kvpull_async.observe import PullReport
+from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
 from kvpull_async.pull import Pull, Wanted
 from kvpull_async.registry import Entry, Registry
@@ -238,7 +238,7 @@ class LoopLink:
     def tell_done(self, done: frames.Done) -> None:
         self.done.append(done)
 
-    def quarantine(self, entry: Entry, settled: asyncio.Future[None], report: PullReport) -> None:
+    def quarantine(self, entry: Entry, settled: asyncio.Future[None], report: Report) -> None:
         entry.quarantine(settled)
         self.quarantined.append(entry)
 
@@ -293,11 +293,11 @@ class Bench:
         addresses = [tensor.ctypes.data for tensor in self.memory]
         regions = self.registry.backend.adopt(addresses, tensor_nbytes=DESC.size, placement=Placement.HOST)
         self.entry: Entry = self.registry.add(DESC, regions, blocks=False)
-        self.reports: list[PullReport] = []
+        self.reports: list[Report] = []
         self.size = 1024 if link.get("inline_limit") == INLINE else 700_000
 
     def pull(self, timeout_ms: float = LONG_MS) -> Pull:
-        report = PullReport("pull_cache", f"pull-{len(self.reports)}")
+        report = Report("pull_cache", f"pull-{len(self.reports)}")
         self.reports.append(report)
         wanted = Wanted(
             request=self._request,

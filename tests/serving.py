@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
 from kvpull_async.lane import Lane
 from kvpull_async.memory.base import Batches, Span
 from kvpull_async.observe import Counters, Log
+from kvpull_async.offers import PeerRecord
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
 from kvpull_async.registry import Entry, Registry
-from kvpull_async.serve import PeerRecord, Serving
+from kvpull_async.serve import Serving
 from kvpull_async.status import LLMException
 from kvpull_async.transport.base import DataPath
 from kvpull_async.values import CacheDesc, CacheKey, DataType, Placement
@@ -29,7 +33,8 @@ STRIDE, TENSORS = 64, 2
 class FakeTransfer:
     """Bytes on their way for as long as the test likes; an abort settles it, unless it refuses."""
 
-    def __init__(self, *, finished: bool = False) -> None:
+    def __init__(self, *, finished: bool = False, landing: Batches | None = None) -> None:
+        self._landing = landing
         loop = asyncio.get_running_loop()
         self.done: asyncio.Future[int] = loop.create_future()
         self.settled: asyncio.Future[None] = loop.create_future()
@@ -44,6 +49,17 @@ class FakeTransfer:
         else:
             self.done.set_exception(error)
         self.settled.set_result(None)
+
+    def land(self, data: bytes) -> None:
+        """Fill the destination, and finish."""
+        assert self._landing is not None
+        at = 0
+        for batch in self._landing:
+            for view in batch:
+                view[:] = data[at : at + len(view)]
+                at += len(view)
+        assert at == len(data)
+        self.finish()
 
     def abort(self) -> bool:
         self.aborts += 1
@@ -65,6 +81,10 @@ class FakePath(DataPath):
         self.broken: OSError | None = None
         self.ticket: bytes | None = None
         self.described: list[tuple[bytes, Span]] = []
+        self.expected: list[tuple[bytes, bytes | None, list[list[int]], Span]] = []
+        self.given_up = 0
+        self.refusing = False
+        """Transfers that are begun from now on cannot be aborted."""
 
     async def ready(self, deadline: Deadline) -> None:
         if self.broken is not None:
@@ -72,8 +92,18 @@ class FakePath(DataPath):
         if self.stuck:
             await asyncio.Event().wait()
 
+    def expect(
+        self, grant_id: bytes, ticket: bytes | None, reading: Callable[[], NDArray[np.int64]], span: Span
+    ) -> None:
+        self.expected.append((grant_id, ticket, reading().tolist(), span))
+
     def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> FakeTransfer:
-        raise NotImplementedError
+        self.transfers.append(FakeTransfer(landing=landing))
+        self.transfers[-1].refuses = self.refusing
+        return self.transfers[-1]
+
+    def give_up(self) -> None:
+        self.given_up += 1
 
     def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> FakeTransfer:
         self.bytes = b"".join(bytes(view) for batch in lending for view in batch)
@@ -117,7 +147,15 @@ class FakeLane:
 class Scene:
     """A serving lane over a registry with one cache, whose first entry is request 7, its second request 8."""
 
-    def __init__(self, *, one_sided: bool = False, inline_limit: int = 0, lease_margin: float = 60.0) -> None:
+    def __init__(
+        self,
+        *,
+        one_sided: bool = False,
+        inline_limit: int = 0,
+        lease_margin: float = 60.0,
+        settle_timeout: float = 5.0,
+        pushes_by_key: bool = True,
+    ) -> None:
         self.registry = Registry(PlainMemory())
         allocation = self.registry.backend.allocate(tensors=TENSORS, tensor_nbytes=2 * STRIDE, placement=Placement.HOST)
         desc = CacheDesc(TENSORS, [2, STRIDE], DataType.DT_INT8)
@@ -135,7 +173,7 @@ class Scene:
         self.serving = Serving(
             cast("Lane", self.lane), self.path, registry=self.registry, record=self.record, workers=self.workers,
             log=Log(), counters=self.counters, inline_limit=inline_limit, lease_margin=lease_margin,
-            peer_left=self._left,
+            settle_timeout=settle_timeout, pushes_by_key=pushes_by_key, peer_left=self._left,
         )  # fmt: skip
 
     def _left(self) -> None:
@@ -144,6 +182,23 @@ class Scene:
     def ask(self, number: int, **fields: Any) -> None:
         base = {"tensors": TENSORS, "size": STRIDE, "remaining_ms": 60_000, "request_id": number}
         self.serving.receive(msgspec.structs.replace(SAMPLES["Request"].message, **{**base, **fields}), b"")
+
+    def offer(self, number: int, tail: bytes = b"", **fields: Any) -> None:
+        """Of 64 bytes for each tensor of entry 1, inside the offer unless the fields say something else."""
+        base: dict[str, Any] = {
+            "request_id": number, "remaining_ms": 60_000, "key": "cache", "identity": self.entry.cache_id, "entry": 1,
+            "first_tensor": 0, "tensors": TENSORS, "per_tensor": STRIDE, "blocks": 0, "block_nbytes": 0,
+            "src_tensor": 0, "start": 0, "src_blocks": 0, "inline": True, "begun": False, "ticket": None,
+        }  # fmt: skip
+        self.serving.receive(msgspec.structs.replace(SAMPLES["Offer"].message, **{**base, **fields}), tail)
+
+    async def result(self, number: int) -> frames.Result:
+        """The one RESULT of that offer."""
+        await eventually(
+            lambda: any(said.request_id == number for said in self.of(frames.Result)), f"a result in {self.lane.said}"
+        )
+        found: frames.Result = next(said for said in self.of(frames.Result) if said.request_id == number)
+        return found
 
     async def heard(self, kind: type[Message], count: int = 1) -> list[Any]:
         """The messages of that kind that were said, once there are `count`."""

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvpull_async import CacheDesc, DataType, LLMException, LLMRole
+from kvpull_async.crossing import blocked
 from kvpull_async.datadist import DataDist
-from kvpull_async.engine import blocked, close_bounded
+from kvpull_async.engine import close_bounded
 from kvpull_async.managers.manager import Manager
 from tests.duo import options
 

@@ -21,6 +21,11 @@ _REQUEST = frames.Request(
     remaining_ms=1000, key="request", identity=7, model_id=0, entry=0, first_tensor=-1, tensors=2, size=64,
     offset=0, offset_pull=False, blocks=0, remote_access=False, inline_limit=65536,
 )  # fmt: skip
+_OFFER = frames.Offer(
+    request_id=1, grant_id=_ID16, pull_id="0123456789abcdef", traceparent="", remaining_ms=1000, key="blocks",
+    identity=0, model_id=3, entry=0, first_tensor=2, tensors=2, per_tensor=64, blocks=2, block_nbytes=32, src_tensor=1,
+    start=0, src_blocks=2, inline=False, begun=False, ticket=b"a ticket",
+)  # fmt: skip
 SAMPLES: dict[str, Frame] = {
     type(frame.message).__name__: frame
     for frame in (
@@ -42,6 +47,11 @@ SAMPLES: dict[str, Frame] = {
         Frame(frames.Check(_ID16)),
         Frame(frames.Checked(_ID16, False)),
         Frame(frames.Read(3, 2, 4096, ["0123456789abcdef"])),
+        Frame(_OFFER, frames.encode_table(np.array([5, 1, 0, 3], dtype=np.int64))),
+        Frame(frames.Accept(1)),
+        Frame(frames.Result(1, int(LLMStatusCode.LLM_PARAM_INVALID), "block 5: the receiver has 4", unsafe=False)),
+        Frame(frames.Watch(2, "request", 7, 0, 0)),
+        Frame(frames.Appeared(2)),
     )
 }
 """One frame of every kind, by the message's name."""

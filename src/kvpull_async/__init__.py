@@ -1,7 +1,7 @@
 """kvpull, awaitable: pull KV cache between LLM-serving processes through the `llm_datadist` API."""
 
 from kvpull_async.config import LLMConfig, LlmConfig
-from kvpull_async.face import CacheManager, KvCacheManager, LLMDataDist
+from kvpull_async.face import CacheManager, CacheTask, KvCacheManager, LLMDataDist
 from kvpull_async.memory.arrays import allocate_shared
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, Status
 from kvpull_async.values import (
@@ -10,7 +10,6 @@ from kvpull_async.values import (
     CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
-    CacheTask,
     DataType,
     KvCache,
     LayerSynchronizer,

@@ -13,13 +13,16 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvpull_async.config import Settings
+from kvpull_async.config.kinds import host_pairs
+from kvpull_async.config.rank_table import gathering
+from kvpull_async.config.settings import unknown_names
 from kvpull_async.engine import Engine
 from kvpull_async.links import Target
 from kvpull_async.managers import dialect
 from kvpull_async.managers.manager import Manager, Operation
 from kvpull_async.registry import Entry
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.values import Cache, KvCache, LLMClusterInfo, LLMRole, int_to_ip
+from kvpull_async.values import Cache, KvCache, LLMClusterInfo, LLMRole, RegisterMemStatus, int_to_ip
 from kvpull_async.values._check import instance, int32, require, uint64
 
 __all__ = ["DataDist", "LinkResult"]
@@ -35,11 +38,12 @@ class DataDist:
     """`dropped` is called when a `KvCache` handle is garbage-collected while its cache exists."""
 
     def __init__(self, role: object, cluster_id: object, *, dropped: Callable[[int], None] | None) -> None:
-        self.role = instance("role", role, LLMRole)
-        self.cluster_id = uint64("cluster_id", cluster_id)
+        self.role: LLMRole = instance("role", role, LLMRole)
+        self.cluster_id: int = uint64("cluster_id", cluster_id)
         self._dropped = dropped
         self._lock = threading.Lock()  # protects _engine: of two threads that call `init` or `finalize`, one does it
         self._engine: Engine | None = None
+        self._given: dict[str, str] = {}
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -54,11 +58,22 @@ class DataDist:
         """The step that opens a new engine; None when there is one already. After a failure call `drop`."""
         with self._lock:
             if self._engine is not None:
+                self._tell_of_other(options, self._engine)
                 return None
             given: Mapping[str, str] = instance("options", options, dict)
             settings = Settings.from_options(self.role, self.cluster_id, given, environ=os.environ)
             self._engine = engine = _engine(settings, self._dropped)
+            self._given = dict(given)
         return Operation("init", engine.open, lasting=True)
+
+    def _tell_of_other(self, options: object, engine: Engine) -> None:
+        """LLM-DataDist documentation: `init` of a live object does nothing, whatever it is given."""
+        again = options if isinstance(options, Mapping) else {}
+        names = {*self._given, *again}
+        other = sorted(str(name) for name in names if self._given.get(name) != again.get(name))
+        if other:
+            reason = "the node runs with the options of its first init"
+            engine.log.warning("config.init_again", options=" ".join(other), reason=reason)
 
     def drop(self) -> Engine | None:
         """Forget the engine; the face then stops its threads."""
@@ -122,6 +137,35 @@ class DataDist:
         failed = None if self.newer else LLMStatusCode.LLM_UNLINK_FAILED
         return outcome.of(partial(engine.unlink, targets, milliseconds, force=forced), failed=failed)
 
+    def link(self, comm_name: object, cluster_rank_info: object, rank_table: object) -> Operation[int]:
+        engine = self._ranks("link")
+        settings = engine.settings
+        wanted = gathering(
+            comm_name,
+            cluster_rank_info,
+            rank_table,
+            own=self.cluster_id,
+            port_base=settings.rank_port_base,
+            renamed=host_pairs("rank_hosts", settings.rank_hosts),
+        )
+        return Operation("link", lambda: engine.link_ranks(wanted), lasting=True, undo=engine.comms.take_back)
+
+    def unlink(self, comm_id: object) -> Operation[None]:
+        engine, number = self._ranks("unlink"), uint64("comm_id", comm_id)
+        return Operation("unlink", lambda: engine.comms.unlink(number), lasting=True)
+
+    def query_register_mem_status(self, comm_id: object) -> Operation[RegisterMemStatus]:
+        engine, number = self._ranks("query_register_mem_status"), uint64("comm_id", comm_id)
+        return Operation("query_register_mem_status", lambda: engine.comms.status(number))
+
+    def _ranks(self, name: str) -> Engine:
+        """LLM-DataDist documentation: the older mode has no links by rank table, nor has the hixl backend."""
+        engine = self.engine
+        require(self.newer, f"{name} is for cache manager mode (llm.EnableCacheManager)")
+        here = engine.settings.transfer_backend != "hixl"
+        require(here, f"{name} is not for hixl", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+        return engine
+
     def check_link_status(self, remote_cluster_id: object) -> Operation[None]:
         engine = self.engine
         require(not self.newer, "check_link_status is for the older mode (llm.EnableCacheManager is on)")
@@ -135,6 +179,7 @@ class DataDist:
         engine = self.engine
         wanted = instance("role", role, LLMRole)
         options: dict[str, str] = {} if switch_options is None else instance("switch_options", switch_options, dict)
+        unknown = unknown_names(options)
         listen = options.get(_LISTEN)
         if not self.newer:
             require(wanted is not engine.node.role, f"the role is {wanted.name} already")
@@ -147,14 +192,13 @@ class DataDist:
         settings = engine.settings.with_listen(listen)
 
         async def run() -> None:
+            for name, nearest in unknown:
+                engine.log.warning("config.unknown_option", option=name, nearest=nearest)
             if self.newer and engine.links.all():
                 raise LLMException("a link exists; unlink first", status_code=LLMStatusCode.LLM_EXIST_LINK)
             await engine.switch_role(wanted, settings)
 
         return Operation("switch_role", run, lasting=True)
-
-    def needs_newer(self, name: str) -> None:
-        require(self.newer, f"{name} is for cache manager mode (llm.EnableCacheManager)")
 
 
 def _engine(settings: Settings, dropped: Callable[[int], None] | None) -> Engine:

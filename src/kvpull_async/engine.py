@@ -1,7 +1,6 @@
 """The engine behind one `LLMDataDist`: owns the core loop and everything on it, from `init` to `finalize`.
 
-It must not contain what a pull, a link or a cache does. Both faces use it; `awaited` and `blocked` are the two ways
-across.
+It must not contain what a pull, a link or a cache does. Both faces use it, by way of `crossing`.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ import asyncio
 import atexit
 import contextlib
 import contextvars
+import dataclasses
 import os
 import secrets
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,11 +20,14 @@ from typing import Any, Final, TypeVar
 from kvpull_async import observe
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers, report_to
+from kvpull_async.comms import Comms
 from kvpull_async.config import Settings
+from kvpull_async.config.rank_table import Gathering
 from kvpull_async.core import Call, CoreLoop
 from kvpull_async.lane import Lane
 from kvpull_async.linkage import LinkContext, Route, Server
 from kvpull_async.links import Codes, Links, Target
+from kvpull_async.listening import close_all, listen
 from kvpull_async.managers.manager import Operation
 from kvpull_async.managers.node import Node
 from kvpull_async.memory.host import HostMemory
@@ -34,15 +36,12 @@ from kvpull_async.registry import Registry
 from kvpull_async.routes import Routes
 from kvpull_async.serve import Serving
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
-from kvpull_async.transport.base import Address, DataPath, Listener
+from kvpull_async.transport.base import Address, DataPath, Listener, OnChannel
 from kvpull_async.values import LLMRole, Placement
 
 __all__ = [
     "CODES",
     "Engine",
-    "Told",
-    "awaited",
-    "blocked",
     "close_awaited",
     "close_bounded",
     "end",
@@ -84,6 +83,13 @@ _leaked: list[object] = []
 """Memory that was still being written at `finalize`: kept for ever, since unmapping it would be worse."""
 
 
+def _codes(settings: Settings) -> Codes:
+    """LLM-DataDist documentation: of the hixl backend each side links for itself, as its sample does."""
+    codes = CODES[settings.cache_manager_mode]
+    hixl = settings.transfer_backend == "hixl"
+    return dataclasses.replace(codes, linked_by_peer=LLMStatusCode.LLM_SUCCESS) if hixl else codes
+
+
 def live_engines() -> list[Engine]:
     """Engines that have been initialised and not finalised yet."""
     return list(_live)
@@ -93,19 +99,21 @@ class Engine:
     """Made by `init`; `open` and `close` run on its core."""
 
     def __init__(self, settings: Settings, *, dropped: Callable[[int], None] | None) -> None:
-        self.settings = settings
-        self.counters = observe.Counters()
-        self.core = CoreLoop(name=f"kvpull-core-{settings.cluster_id}", on_bug=self._bug)
-        self.events = observe.EventQueue()
-        self.log = observe.Log(self.events, local_cluster_id=settings.cluster_id)
-        self.workers = Workers(_WORKERS)
+        self.settings: Settings = settings
+        self.counters: observe.Counters = observe.Counters()
+        self.core: CoreLoop = CoreLoop(name=f"kvpull-core-{settings.cluster_id}", on_bug=self._bug)
+        self.events: observe.EventQueue = observe.EventQueue()
+        self.log: observe.Log = observe.Log(self.events, local_cluster_id=settings.cluster_id)
+        self.workers: Workers = Workers(_WORKERS)
         pools = {Placement.DEVICE: settings.device_pool_bytes, Placement.HOST: settings.host_pool_bytes}
-        self.memory = HostMemory(pools)
-        self.registry = Registry(self.memory, dropped=dropped)
+        self.memory: HostMemory = HostMemory(pools)
+        self.registry: Registry = Registry(self.memory, dropped=dropped)
         self._routes = Routes(settings, self.memory, self.log)
-        self.links = Links(self._context(), CODES[settings.cache_manager_mode])
-        loop, find = self.core.loop, self.links.find
-        self.node = Node(settings.role, settings, self.registry, self.workers, self.counters, self.log, loop, find)
+        context = self._context()
+        self.links: Links = Links(context, _codes(settings))
+        self.comms: Comms = Comms(self.links, context)
+        loop, find, log = self.core.loop, self.links.find, self.log
+        self.node: Node = Node(settings.role, settings, self.registry, self.workers, self.counters, log, loop, find)
         self._listeners: list[Listener] = []
         try:
             self.core.start()
@@ -138,6 +146,8 @@ class Engine:
             counters=self.counters,
             inline_limit=_INLINE_MOST,
             lease_margin=self.settings.lease_margin_ms / 1000,
+            settle_timeout=self.settings.settle_timeout_ms / 1000,
+            pushes_by_key=self.settings.remote_cache_access,
             peer_left=peer_left,
         )
 
@@ -149,7 +159,9 @@ class Engine:
         for name, nearest in self.settings.unknown_options:
             self.log.warning("config.unknown_option", option=name, nearest=nearest)
         for name in self.settings.ignored_options:
-            self.log.info("config.ignored_option", option=name, reason="it has no meaning here")
+            self.log.info("config.ignored_option", option=name, reason="its value has no meaning here")
+        for name, nearest in self.settings.unknown_variables:
+            self.log.warning("config.unknown_variable", variable=name, nearest=nearest)
         if self.settings.listen is not None:
             await self.listen(self.settings.listen)
         if self.settings.allow_insecure_network:
@@ -157,24 +169,19 @@ class Engine:
 
     async def listen(self, address: Address) -> None:
         try:
-            for route in reversed(tuple(self._routes)):  # tcp first: it says which port was free
-                listener = await route.transport.listen(address, self._acceptor(route))
-                self._listeners.append(listener)
-                address = listener.address
+            self._listeners += await listen(self._routes, address, self._acceptor)
         except OSError as error:
-            await self.stop_listening()
-            raise LLMException(
-                f"cannot listen on {address[0]}:{address[1]}: {error}", status_code=LLMStatusCode.LLM_FAILED
-            ) from error
-        self.log.info("link.listening", address=f"{address[0]}:{address[1]}")
+            text = f"cannot listen on {address[0]}:{address[1]}: {error}"
+            raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
+        host, port = self._listeners[-1].address
+        self.log.info("link.listening", address=f"{host}:{port}")
 
-    def _acceptor(self, route: Route) -> Callable[..., Any]:
+    def _acceptor(self, route: Route) -> OnChannel:
         return lambda channel: self.links.accept(route, channel)
 
     async def stop_listening(self) -> None:
         listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            await listener.aclose()
+        await close_all(listeners)
 
     @property
     def listen_address(self) -> Address | None:
@@ -184,6 +191,7 @@ class Engine:
         """Everything down to the last thread, within `close_timeout`; what cannot be stopped is left and named."""
         deadline = Deadline.after_ms(self.settings.close_timeout_ms)
         await self.stop_listening()
+        await self.comms.close(deadline)
         await self.links.close(deadline)
         await self._routes.aclose(deadline)
         settled = deadline.sooner(self.settings.settle_timeout_ms / 1000)
@@ -211,6 +219,11 @@ class Engine:
 
     async def unlink(self, targets: list[Target], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
         return await self.links.unlink(targets, Deadline.after_ms(timeout_ms), force=force)
+
+    async def link_ranks(self, wanted: Gathering) -> int:
+        comm_id = await self.comms.link(wanted)
+        self.node.ranked = True
+        return comm_id
 
     async def switch_role(self, role: LLMRole, listen: Settings) -> None:
         """Take a role and listen as `listen` says; on failure the node keeps the old role and no listener."""
@@ -271,58 +284,6 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<Engine cluster={self.settings.cluster_id} {self.links!r} {self.registry!r}>"
-
-
-async def awaited(engine: Engine, operation: Operation[T]) -> T:
-    """Run an operation from any loop; its last log event is written on this thread."""
-    call = engine.call(operation)
-    with Told(operation, call):
-        return await call.result()
-
-
-def blocked(engine: Engine, operation: Operation[T]) -> T:
-    """Run an operation and block this thread until it has ended."""
-    call = engine.call(operation)
-    with Told(operation, call):
-        return call.wait()
-
-
-class Told:
-    """Around the wait for a call: its log events, and the fields of its error."""
-
-    def __init__(self, operation: Operation[Any], call: Call[Any]) -> None:
-        self._operation = operation
-        self._call = call
-        token = object()
-        self._join, self.forget = partial(operation.underway.add, token), partial(operation.underway.discard, token)
-        self._began = time.monotonic()
-
-    def __enter__(self) -> None:
-        self._join()
-        if self._operation.report is not None:
-            self._operation.report.started_event()
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        report = self._operation.report
-        self.forget()
-        if error is not None:
-            self._failed(error)
-        elif report is not None:
-            report.finished_event()
-
-    def _failed(self, error: BaseException) -> None:
-        report, cache = self._operation.report, self._operation.cache
-        if not self._call.ended and cache is not None and cache._binding is not None:
-            cache._binding.abandon()  # the caller goes on while something may still write there
-        if isinstance(error, LLMException):
-            error.operation = error.operation or self._operation.name
-            if error.elapsed_ms is None:
-                error.elapsed_ms = round((time.monotonic() - self._began) * 1000, 3)
-        if report is not None and self._call.succeeded:
-            report.cancelled_late = True
-            report.finished_event()
-        elif report is not None:
-            report.failed_event(error)
 
 
 def _after_fork() -> None:

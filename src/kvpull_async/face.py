@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from types import TracebackType
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 from kvpull_async.entry import (
     Address,
@@ -15,15 +15,16 @@ from kvpull_async.entry import (
     LinkResult,
     awaited,
     close_awaited,
-    not_enabled,
 )
 from kvpull_async.face_managers import CacheManager, KvCacheManager
+from kvpull_async.face_tasks import CacheTask
 from kvpull_async.values import (
     LLMClusterInfo,
     LLMRole,
+    RegisterMemStatus,
 )
 
-__all__ = ["CacheManager", "KvCacheManager", "LLMDataDist"]
+__all__ = ["CacheManager", "CacheTask", "KvCacheManager", "LLMDataDist"]
 
 
 def _warn_dropped(cache_id: int) -> None:
@@ -139,19 +140,22 @@ class LLMDataDist:
         await awaited(self._core.engine, self._core.switch_role(role, switch_options))
 
     async def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED. Use `link_clusters`."""
-        self._core.needs_newer("link")
-        not_enabled("link")
+        """Link to the members of a comm, each with its rank, where the rank table says: the id of the comm, at once.
+
+        All members call it, in any order; `query_register_mem_status` tells how it goes. Errors: TypeError, ValueError;
+        LLMException with LLM_PARAM_INVALID, LLM_ALREADY_LINK (the comm exists), LLM_FEATURE_NOT_ENABLED ("hixl").
+        """
+        return await awaited(self._core.engine, self._core.link(comm_name, cluster_rank_info, rank_table))
 
     async def unlink(self, comm_id: int) -> None:
-        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED. Use `unlink_clusters`."""
-        self._core.needs_newer("unlink")
-        not_enabled("unlink")
+        """End a comm, and the links that nothing else uses. LLM_NOT_YET_LINK when there is none of that id."""
+        await awaited(self._core.engine, self._core.unlink(comm_id))
 
-    async def query_register_mem_status(self, comm_id: int) -> NoReturn:
-        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
-        self._core.needs_newer("query_register_mem_status")
-        not_enabled("query_register_mem_status")
+    async def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
+        """OK when all members are linked, PREPARING until then and while a lost link comes back; FAILED after the time
+        to meet (`link_total_time`, `rank_link_timeout`), or when a member has left. LLM_NOT_YET_LINK as for `unlink`.
+        """
+        return await awaited(self._core.engine, self._core.query_register_mem_status(comm_id))
 
     def __repr__(self) -> str:
         return f"<LLMDataDist cluster={self.cluster_id} {self._core.role.name}>"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvpull_async.entry import (
     DataDist,
@@ -17,9 +17,10 @@ from kvpull_async.entry import (
     Manager,
     Operation,
     awaited,
-    not_enabled,
+    remap_registered_memory,
 )
 from kvpull_async.face_layers import LandingLayers
+from kvpull_async.face_tasks import Transferring
 from kvpull_async.values import (
     BlocksCacheKey,
     Cache,
@@ -27,6 +28,7 @@ from kvpull_async.values import (
     CacheKey,
     CacheKeyByIdAndIndex,
     KvCache,
+    MemInfo,
     Tensor,
 )
 
@@ -37,7 +39,7 @@ _HELD: Final = 0.001
 """Seconds of a caller's loop that small pulls may take before others have their turn."""
 
 
-class _Manager:
+class _Manager(Transferring):
     """What the two managers share: the crossing."""
 
     def __init__(self, datadist: DataDist, kind: str) -> None:
@@ -86,6 +88,16 @@ class KvCacheManager(_Manager):
         cannot be stopped: call it again later.
         """
         await self._run(self._manager.deallocate(cache, blocks=None))
+
+    async def publish_cache(self, cache: KvCache, cache_keys: list[CacheKey]) -> None:
+        """Name the entries of a cache that was made without keys, once their bytes are there. New here.
+
+        `allocate_cache` with keys lets peers pull before anything has been computed. The i-th key names batch entry i,
+        a padding key skips one; who waits with `wait_for_key` is told. Errors: TypeError; LLMException with
+        LLM_PARAM_INVALID (too many keys, an entry has one, a blocks cache), LLM_KV_CACHE_NOT_EXIST, and for a key that
+        is bound already as `allocate_cache`.
+        """
+        await self._run(self._manager.publish_cache(cache, cache_keys))
 
     async def remove_cache_key(self, cache_key: CacheKey) -> None:
         """Forget a key (role PROMPT only); unknown keys are harmless. The memory goes with the last reference."""
@@ -178,16 +190,26 @@ class KvCacheManager(_Manager):
         await self._run(self._manager.settled(cache, timeout))
 
     async def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
-        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
-        not_enabled("copy_blocks")
+        """Copy blocks inside one blocks cache, in every tensor: each key's block to all blocks of its list.
+
+        Every block is read as it was before the call, also when it is overwritten, too. Nothing is copied for an empty
+        dict, nor onto itself. After a cancellation part may have been copied.
+
+        Errors: TypeError; ValueError for a negative block; LLMException with LLM_PARAM_INVALID (a block outside the
+        cache, two sources for one block), LLM_KV_CACHE_NOT_EXIST.
+        """
+        await self._run(self._manager.copy_blocks(cache, copy_block_info))
 
     async def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
-        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
-        not_enabled("swap_blocks")
+        """Copy blocks out to HOST memory or back in: block k of every tensor of `src` to `src_to_dst[k]` of `dst`.
 
-    def transfer_cache_async(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
-        not_enabled("transfer_cache_async")
+        One of the blocks caches is on HOST and one on DEVICE. Either may be a handle from `create_cpu_cache`: its
+        memory is the caller's and is used until the call has ended; not longer, unless `quarantined` then says so.
+
+        Errors: TypeError; LLMException with LLM_PARAM_INVALID (also for different block sizes or numbers of tensors,
+        blocks outside a cache, two sources for one block, a deallocated cache).
+        """
+        await self._run(self._manager.swap_blocks(src, dst, src_to_dst))
 
 
 class CacheManager(_Manager):
@@ -214,23 +236,32 @@ class CacheManager(_Manager):
         await self._run(self._manager.deallocate(cache, blocks=True))
 
     async def register_cache(
-        self, cache_desc: CacheDesc, addrs: list[int], cache_keys: Any = (), remote_accessible: bool | None = None
-    ) -> Cache:
-        """Offer memory of your own: one address (int) per tensor. It is not touched; pulls never consume its keys.
+        self, cache_desc: CacheDesc, addrs: list[int] | None = None, cache_keys: Any = (),
+        remote_accessible: bool | None = None, *, tensors: list[Any] | tuple[Any, ...] | None = None,
+    ) -> Cache:  # fmt: skip
+        """Offer memory of your own. It is not touched; pulls never consume its keys.
 
-        The memory stays yours; do not free it before `unregister_cache` has returned.
-        Errors: TypeError (a tuple, too), ValueError; LLMException with LLM_PARAM_INVALID.
+        Either `addrs`, one address (int) per tensor: the memory stays yours, do not free it before `unregister_cache`
+        has returned. Or `tensors`, a list of torch tensors on the CPU or numpy arrays, contiguous, writable and of
+        `cache_desc.size` bytes each: they are kept alive until then, even if you drop yours (but do not resize them).
+        An integer type may stand for any other of as many bytes; a type of floating point must be the descriptor's.
+        Errors: TypeError (a tuple of addresses, too), ValueError; LLMException with LLM_PARAM_INVALID.
         """
-        handle: Cache = await self._run(self._manager.register_cache(cache_desc, addrs, cache_keys, remote_accessible))
+        handle: Cache = await self._run(
+            self._manager.register_cache(cache_desc, addrs, cache_keys, remote_accessible, tensors)
+        )
         return handle
 
     async def register_blocks_cache(
-        self, cache_desc: CacheDesc, addrs: list[int], blocks_cache_key: BlocksCacheKey | None = None,
-        remote_accessible: bool | None = None,
+        self, cache_desc: CacheDesc, addrs: list[int] | None = None, blocks_cache_key: BlocksCacheKey | None = None,
+        remote_accessible: bool | None = None, *, tensors: list[Any] | tuple[Any, ...] | None = None,
     ) -> Cache:  # fmt: skip
-        """Offer a paged cache in memory of your own. A key registered again moves to the newer cache."""
+        """Offer a paged cache in memory of your own, given as for `register_cache`.
+
+        A key registered again moves to the newer cache.
+        """
         handle: Cache = await self._run(
-            self._manager.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible)
+            self._manager.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible, tensors)
         )
         return handle
 
@@ -241,6 +272,10 @@ class CacheManager(_Manager):
         LLM_TIMEOUT with `destination_unsafe` when one cannot be stopped: do not free the memory, call again.
         """
         await self._run(self._manager.unregister_cache(cache_id))
+
+    async def publish_cache(self, cache: Cache, cache_keys: list[CacheKey]) -> None:
+        """As `KvCacheManager.publish_cache`, in any role."""
+        await self._run(self._manager.publish_cache(cache, cache_keys))
 
     async def remove_cache_key(self, cache_key: CacheKey) -> None:
         """Forget a key of an allocated cache; unknown keys and those of registered caches are left alone."""
@@ -311,25 +346,50 @@ class CacheManager(_Manager):
         await self._run(self._manager.settled(cache, timeout))
 
     async def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
-        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
-        not_enabled("copy_blocks")
+        """As `KvCacheManager.copy_blocks`; a negative block is a TypeError here."""
+        await self._run(self._manager.copy_blocks(cache, copy_block_info))
 
     async def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
-        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
-        not_enabled("swap_blocks")
+        """As `KvCacheManager.swap_blocks`."""
+        await self._run(self._manager.swap_blocks(src_cache, dst_cache, src_to_dst))
 
-    async def push_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
-        not_enabled("push_cache")
+    async def push_cache(
+        self, dst_cache_key: CacheKeyByIdAndIndex, src_cache: Cache, src_batch_index: int = 0,
+        src_layer_range: range | None = None, dst_layer_range: range | None = None, size: int = -1,
+        tensor_num_per_layer: int = 2, *, timeout: float | None = None, traceparent: str | None = None,
+    ) -> None:  # fmt: skip
+        """Push a batch entry of `src_cache` into the remote cache and batch entry that `dst_cache_key` names.
 
-    async def push_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
-        not_enabled("push_blocks")
+        Needs remote cache access on both sides, and both caches remote accessible. The whole entry goes, `size` is -1;
+        it must fit the receiver's, whose bytes behind it stay. Layer ranges are not empty, absent is all layers.
+        The receiver fetches the bytes, so it alone writes its memory. Differs from the original: it is one transfer for
+        all layers, and refuses tensors that do not make whole layers.
 
-    def transfer_cache_async(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not available in this version: LLMException with LLM_FEATURE_NOT_ENABLED."""
-        not_enabled("transfer_cache_async")
+        Errors: TypeError, ValueError; LLMException with LLM_PARAM_INVALID, LLM_KV_CACHE_NOT_EXIST (either side),
+        LLM_NOT_YET_LINK, LLM_LINK_FAILED, LLM_LINK_BUSY; LLMTimeoutError with LLM_TIMEOUT. With `destination_unsafe`
+        the receiver has not said that nothing writes there any more. `timeout` (ms) and `traceparent` as for pulls.
+        """
+        options = {"timeout": timeout, "traceparent": traceparent}
+        where = (src_batch_index, src_layer_range, dst_layer_range, size, tensor_num_per_layer)
+        await self._run(self._manager.push_cache(dst_cache_key, src_cache, *where, options))
 
-    async def remap_registered_memory(self, mem_infos: Any) -> None:
-        """Reserved, as documented: LLMException with LLM_FEATURE_NOT_ENABLED."""
-        not_enabled("remap_registered_memory")
+    async def push_blocks(
+        self, dst_cache_key: BlocksCacheKey, src_cache: Cache, src_blocks: Any = (), dst_blocks: Any = (),
+        src_layer_range: range | None = None, dst_layer_range: range | None = None, tensor_num_per_layer: int = 2, *,
+        timeout: float | None = None, traceparent: str | None = None,
+    ) -> None:  # fmt: skip
+        """Push block `src_blocks[i]` of `src_cache` into block `dst_blocks[i]` of the remote blocks cache of that key.
+
+        Blocks must have the same size in bytes on both sides. The rest as for `push_cache`.
+        """
+        options = {"timeout": timeout, "traceparent": traceparent}
+        where = (src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        await self._run(self._manager.push_blocks(dst_cache_key, src_cache, *where, options))
+
+    async def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
+        """Reserved, as in the original: LLMException with LLM_FEATURE_NOT_ENABLED, and no memory here needs it.
+
+        Before that LLM_PARAM_INVALID for anything but a `MemInfo` or a list of them, each of MEM_TYPE_DEVICE with an
+        address and a size above 0.
+        """
+        remap_registered_memory(mem_infos)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import report_to, resolve
@@ -29,7 +29,7 @@ class Pin:
     """
 
     def __init__(self, entry: Entry, cut: Callable[[], object]) -> None:
-        self.cut = cut
+        self.cut: Callable[[], object] = cut
         self._entry = entry
 
     def release(self) -> None:
@@ -67,13 +67,15 @@ class Entry:
     ) -> None:
         self.cache_id = cache_id
         self.desc = desc
-        self.entry_nbytes = desc.entry_nbytes
-        self.regions = regions
+        self.entry_nbytes: int = desc.entry_nbytes
+        self.regions: tuple[Region, ...] = regions
         self.blocks = blocks
         self.allocation = allocation
         self.remote_accessible = remote_accessible
-        self.alive = True
+        self.alive: bool = True
         """Whether the id still refers to it, that is, until it is deallocated or unregistered."""
+        self.reached: bool = allocation is not None
+        """Whether there was memory at the caller's addresses when they were first used."""
         self.bindings: dict[int, Binding] = {}
         self.blocks_model: int | None = None
         self._backend = backend
@@ -113,6 +115,16 @@ class Entry:
 
     def dropped(self) -> None:
         self._dropped(self.cache_id)
+
+    def reach(self) -> None:
+        """Before any use of the memory: LLM_PARAM_INVALID if there is none at an address that the caller gave."""
+        if not self.reached:
+            self._backend.reach(self.regions)
+            self.reached = True
+
+    def let_go(self) -> None:
+        """Nothing uses the caller's memory any more: it may end, whoever still holds this entry."""
+        self.regions = tuple(replace(region, owner=None) for region in self.regions)
 
     def pin(self, cut: Callable[[], object]) -> Pin:
         pin = Pin(self, cut)
@@ -163,6 +175,10 @@ class Entry:
     def cut_pins(self) -> None:
         for pin in tuple(self._pins):
             pin.cut()
+
+    def belongs_to(self, backend: MemoryBackend) -> bool:
+        """Whether it is of the node whose memory that is."""
+        return self._backend is backend
 
     async def idle(self, deadline: Deadline, *, writers_only: bool = False) -> bool:
         """Wait until nothing is pinned or quarantined (or, with `writers_only`, only the latter); False when the

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from kvpull_async._deadline import Deadline
 from kvpull_async._prompt import Prompt
+from kvpull_async._workers import resolve
+from kvpull_async.greeting import Greeting
 from kvpull_async.observe import Log
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import FrameError, Message
-from kvpull_async.protocol.session import Asked, Event, Failed, Peer, Ready, Received, Session, State
+from kvpull_async.protocol.session import Failed, Received, Session, State
 from kvpull_async.status import LLMException, LLMStatusCode, fresh, status_of
 from kvpull_async.transport.base import ControlChannel
 
@@ -29,20 +31,20 @@ _SOON: Final = 0.001
 """Seconds for which a message that nobody waits for may wait for another one."""
 
 
-class Lane:
+class Lane(Greeting):
     """Used by one event loop. `abort` ends it at any time."""
 
     def __init__(
         self, channel: ControlChannel, session: Session, *, log: Log, heartbeat: float, silence: float
     ) -> None:
-        self.channel = channel
-        self.session = session
+        super().__init__(channel, session, log=log)
         self.lost: asyncio.Future[LLMException] = asyncio.get_running_loop().create_future()
-        self._log = log
         self._heartbeat = heartbeat
         self._silence = silence
         self._on_message: OnMessage | None = None
         self._answers: dict[int, Prompt[Answer]] = {}
+        self._offers: dict[int, tuple[Callable[[], None], asyncio.Future[frames.Result]]] = {}
+        self._watches: dict[int, asyncio.Future[None]] = {}
         self._pongs: dict[int, asyncio.Future[None]] = {}
         self._checks: dict[bytes, asyncio.Future[bool]] = {}
         self._pings = 0
@@ -50,77 +52,13 @@ class Lane:
         self._paused = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._handing = False
-        self.turns = 0
+        self.turns: int = 0
         """How often something has been handed out."""
         self._mentioned: list[Message] = []
         self._soon: asyncio.TimerHandle | None = None
         self._beat: asyncio.TimerHandle | None = None
         self._heard = 0.0
         self._due = 0.0
-
-    # -- the greeting -----------------------------------------------------------------------------------------------
-
-    async def dial(self, deadline: Deadline) -> Peer:
-        """Greet as the side that dialled. LLMException when the peer refuses, OSError when the connection breaks."""
-        self.session.start()
-        event = await self._greeting(deadline)
-        assert isinstance(event, Ready)
-        return event.peer
-
-    async def accept(self, deadline: Deadline) -> Peer:
-        """Greet as the side that was dialled: who asks. Answer with `welcome` or `reject`."""
-        event = await self._greeting(deadline)
-        assert isinstance(event, Asked)
-        return event.peer
-
-    def welcome(self, *, token: bytes, offers: Sequence[tuple[str, bytes]] = ()) -> Peer:
-        """Let the peer in. LLMException when it sent more before it was answered, which no honest peer does."""
-        if self.session.state is not State.DECIDING:
-            raise LLMException(
-                "the peer did not wait for the answer to its greeting", status_code=LLMStatusCode.LLM_LINK_FAILED
-            )
-        self.session.welcome(token=token, offers=offers)
-        self.channel.post(self.session.take_output())
-        ready = self.session.next_event()
-        assert isinstance(ready, Ready)
-        return ready.peer
-
-    async def reject(self, status: LLMStatusCode, reason: str) -> None:
-        """Refuse the peer, and give it a moment to read why before the connection breaks."""
-        self.session.reject(status, reason)
-        await self._farewell()
-
-    async def _greeting(self, deadline: Deadline) -> Event:
-        async with deadline.scope():
-            while True:
-                event = self.session.next_event()
-                if isinstance(event, Failed):
-                    await self._farewell()
-                    reason = f"{self.channel.peer} refused: {event.reason}" if event.by_peer else event.reason
-                    raise LLMException(reason, status_code=event.status, peer=self.channel.peer)
-                output = self.session.take_output()
-                if output or not self.session.requests:
-                    await self.channel.send(output)
-                if event is not None:
-                    return event
-                data = await self.channel.receive()
-                if data:
-                    self.session.receive(data)
-                else:
-                    self.session.receive_eof()
-
-    async def _farewell(self) -> None:
-        """Send what is left to say and wait, bounded, for the peer to hang up: a reset would destroy the message."""
-        last_words = self.session.take_output()
-        if not last_words:
-            return
-        self.channel.post(last_words)
-        try:
-            async with Deadline.after_ms(500).scope():
-                while await self.channel.receive():
-                    pass
-        except (OSError, asyncio.TimeoutError) as error:
-            self._log.debug("link.farewell_unheard", peer=self.channel.peer, reason=repr(error))
 
     # -- the ready connection ---------------------------------------------------------------------------------------
 
@@ -138,6 +76,28 @@ class Lane:
 
     def ask(self, request: Callable[[int], frames.Request], tail: bytes) -> tuple[int, bytes, Prompt[Answer]]:
         """Register a request: its id, its bytes (for `send`) and the future of its answer (LLMException: refused)."""
+        request_id, data = self._register(request, tail)
+        answer: Prompt[Answer] = Prompt(loop=self._loop)
+        self._answers[request_id] = answer
+        return request_id, data, answer
+
+    def offer(
+        self, offer: Callable[[int], frames.Offer], *tail: bytes | memoryview, accepted: Callable[[], None]
+    ) -> tuple[int, bytes, asyncio.Future[frames.Result]]:
+        """The same for an offer; `accepted` is called when the peer waits for its bytes on the data path."""
+        request_id, data = self._register(offer, *tail)
+        result: asyncio.Future[frames.Result] = self._loop.create_future()
+        self._offers[request_id] = (accepted, result)
+        return request_id, data, result
+
+    def watch(self, watch: Callable[[int], frames.Watch]) -> tuple[int, bytes, asyncio.Future[None]]:
+        """The same for a watch: the future ends when what it names is there."""
+        request_id, data = self._register(watch)
+        appeared: asyncio.Future[None] = self._loop.create_future()
+        self._watches[request_id] = appeared
+        return request_id, data, appeared
+
+    def _register(self, make: Callable[[int], Message], *tail: bytes | memoryview) -> tuple[int, bytes]:
         self._check()
         if self.channel.ready:
             self._recall()
@@ -145,20 +105,19 @@ class Lane:
             self._say()
         request_id = self.session.new_request()
         try:
-            self.session.send(request(request_id), tail)
+            self.session.send(make(request_id), *tail)
         except FrameError as error:
             self.session.end_request(request_id)
             if recalled := self.session.take_output():
                 self.channel.post(recalled)
             raise LLMException(str(error), status_code=LLMStatusCode.LLM_PARAM_INVALID) from error
-        answer: Prompt[Answer] = Prompt(loop=self._loop)
-        self._answers[request_id] = answer
-        return request_id, self.session.take_output(), answer
+        return request_id, self.session.take_output()
 
     def give_up(self, request_id: int, *, tell: bool) -> None:
         """The request is over here; with `tell`, the peer must stop working on it."""
         self.session.end_request(request_id)
-        self._answers.pop(request_id, None)
+        for table in (self._answers, self._offers, self._watches):
+            table.pop(request_id, None)
         if tell:
             self.post(frames.Cancel(request_id))
 
@@ -334,10 +293,12 @@ class Lane:
                 answer.hand((message, tail if answer.awaited else bytes(tail)))
             else:
                 answer.set_exception(self._refusal(message))
+        elif isinstance(message, (frames.Accept, frames.Result)):
+            self._deliver_to_offer(message)
+        elif isinstance(message, frames.Appeared):
+            resolve(self._watches.pop(message.request_id, None))
         elif isinstance(message, frames.Pong):
-            pong = self._pongs.get(message.number)
-            if pong is not None and not pong.done():
-                pong.set_result(None)
+            resolve(self._pongs.get(message.number))
         elif isinstance(message, frames.Checked):
             check = self._checks.get(message.grant_id)
             if check is not None and not check.done():
@@ -345,6 +306,16 @@ class Lane:
         else:
             assert self._on_message is not None
             self._on_message(message, bytes(tail))
+
+    def _deliver_to_offer(self, message: frames.Accept | frames.Result) -> None:
+        accepted, result = self._offers.get(message.request_id, (None, None))
+        if result is None or accepted is None or result.done():
+            return
+        if isinstance(message, frames.Accept):
+            accepted()
+        else:
+            del self._offers[message.request_id]
+            result.set_result(message)
 
     def _refusal(self, message: frames.Refuse) -> LLMException:
         status = status_of(message.status)
@@ -378,8 +349,11 @@ class Lane:
         self.channel.abort()
         if self._beat is not None:
             self._beat.cancel()
-        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *self._pongs.values(), *self._checks.values()]
-        self._answers.clear()
+        offers = [result for _, result in self._offers.values()]
+        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *offers, *self._watches.values()]
+        waiting += [*self._pongs.values(), *self._checks.values()]
+        for table in (self._answers, self._offers, self._watches):
+            table.clear()
         for future in waiting:
             if not future.done():
                 future.set_exception(fresh(error))

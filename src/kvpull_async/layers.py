@@ -11,7 +11,8 @@ import contextlib
 from collections.abc import Callable
 
 from kvpull_async.core import Call
-from kvpull_async.engine import Engine, Told
+from kvpull_async.crossing import Told
+from kvpull_async.engine import Engine
 from kvpull_async.managers.manager import LayersAsked
 
 __all__ = ["LayerPull"]
@@ -21,7 +22,7 @@ class LayerPull:
     """Used by one consumer: `begin`, then `take` until `over`, and `leave` where it goes before that."""
 
     def __init__(self, engine: Engine, asked: LayersAsked) -> None:
-        self.over = False
+        self.over: bool = False
         """Whether the consumer has been told the end, or has left."""
         self._engine = engine
         self._begin = asked.begin

@@ -11,14 +11,15 @@ import random
 import time
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._workers import Workers
 from kvpull_async.dialling import dial
 from kvpull_async.fifo import Fifo
 from kvpull_async.lane import Lane
 from kvpull_async.linkage import Connection, LinkContext, LinkState, Server, connect_error, first, text
-from kvpull_async.observe import PullReport
+from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
 from kvpull_async.protocol.session import Peer
@@ -26,9 +27,7 @@ from kvpull_async.registry import Entry
 from kvpull_async.standing import Standings
 from kvpull_async.status import LLMException, LLMStatusCode, fresh
 from kvpull_async.transport.base import Address, DataPath
-
-if TYPE_CHECKING:
-    from kvpull_async.pull import Pull
+from kvpull_async.turn import Turn
 
 __all__ = ["Link"]
 
@@ -45,25 +44,27 @@ class Link:
     """`address` is None for a link that the peer dialled; only the side that dialled reconnects."""
 
     def __init__(self, context: LinkContext, cluster_id: int, address: Address | None) -> None:
-        self.cluster_id, self.address = cluster_id, address
-        self.state = LinkState.NEW
+        self.cluster_id: int = cluster_id
+        self.address: Address | None = address
+        self.state: LinkState = LinkState.NEW
         self.peer: Peer | None = None
-        self.created = time.monotonic()
+        self.created: float = time.monotonic()
         self._context = context
         self._log = context.log.bind(cluster_id=cluster_id)
         settings = context.settings
-        self.inline_limit = settings.inline_limit
-        self.settle_timeout = settings.settle_timeout_ms / 1000
-        self.direct_memory, self.workers = context.direct_memory, context.workers
+        self.inline_limit: int = settings.inline_limit
+        self.settle_timeout: float = settings.settle_timeout_ms / 1000
+        self.direct_memory: bool = context.direct_memory
+        self.workers: Workers = context.workers
         self._fifo = Fifo(limit=settings.queue_limit, wait=settings.link_busy_policy == "queue")
-        self._active: Pull | None = None
+        self._active: Turn | None = None
         self._lanes: dict[int, Lane] = {}
         self._paths: dict[int, DataPath] = {}
         self._server: Server | None = None
         self._unacknowledged: OrderedDict[bytes, frames.Done] = OrderedDict()
         self._flushed: set[asyncio.Future[None]] = set()
         self._bye: asyncio.Future[None] | None = None
-        self.standing = Standings(lambda reads: self._lanes[self._own_lane].post(reads))  # noqa: PLW0108  (come later)
+        self.standing: Standings = Standings(lambda reads: self._lanes[self._own_lane].post(reads))  # noqa: PLW0108  (come later)
         self._watchers: set[asyncio.Future[LLMException | None]] = set()
         self._poke = asyncio.Event()
         self._reconnecting: asyncio.Task[None] | None = None
@@ -93,30 +94,30 @@ class Link:
     def _own_lane(self) -> int:
         return 0 if self.address is not None else 1
 
-    def enter_now(self, pull: Pull) -> bool:
+    def enter_now(self, turn: Turn) -> bool:
         """Take the link's slot if it is free, without waiting."""
-        pull.losses_seen = self._losses
-        self._admit(pull)
-        if self._fifo.claim(pull):
-            self._active = pull
-        return self._active is pull
+        turn.losses_seen = self._losses
+        self._admit(turn)
+        if self._fifo.claim(turn):
+            self._active = turn
+        return self._active is turn
 
-    async def enter(self, pull: Pull) -> None:
+    async def enter(self, turn: Turn) -> None:
         """Take the link's slot, in order of arrival."""
-        pull.losses_seen = self._losses
-        self._admit(pull)
+        turn.losses_seen = self._losses
+        self._admit(turn)
         await self._fifo.acquire()
         try:
-            self._admit(pull)
+            self._admit(turn)
         except LLMException:
             self._fifo.release()
             raise
-        self._active = pull
+        self._active = turn
 
-    def _admit(self, pull: Pull) -> None:
+    def _admit(self, turn: Turn) -> None:
         if self._closed_with is not None:
             raise fresh(self._closed_with)
-        if pull.losses_seen < self._reborn_after[0]:
+        if turn.losses_seen < self._reborn_after[0]:
             raise fresh(self._reborn_after[1])
 
     def claim(self, token: object) -> bool:
@@ -126,8 +127,8 @@ class Link:
     def unclaim(self, token: object, loop: asyncio.AbstractEventLoop) -> None:
         self._fifo.unclaim(token, loop)
 
-    def leave(self, pull: Pull) -> None:
-        if self._active is pull:
+    def leave(self, turn: Turn) -> None:
+        if self._active is turn:
             self._active = None
         self._fifo.release()
 
@@ -156,7 +157,7 @@ class Link:
         if self.state is LinkState.READY:
             self._lanes[self._own_lane].mention(done)
 
-    def quarantine(self, entry: Entry, settled: asyncio.Future[None], report: PullReport) -> None:
+    def quarantine(self, entry: Entry, settled: asyncio.Future[None], report: Report) -> None:
         entry.quarantine(settled)
         self._context.counters.add("regions_quarantined")
         self._log.warning("region.quarantined", cache_id=entry.cache_id, pull_id=report.pull_id, peer=self.peer_name)

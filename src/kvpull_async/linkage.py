@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import errno
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from kvpull_async._workers import Workers
@@ -83,6 +83,15 @@ class LinkContext:
     routes: tuple[Route, ...]
     serve: Callable[[Lane, DataPath, Peer, Callable[[], None]], Server]
     gone: Callable[[Any], None]
+    elsewhere: tuple[Address, ...] = ()
+    """Further addresses at which the peer of a link may be found: whoever dials tries them in turn."""
+    silent: dict[Address, float] = field(default_factory=dict)
+    """Those of them at which nobody answered, and until when they are left alone (`time.monotonic()`)."""
+
+    def meeting(self, group: str, addresses: Sequence[Address]) -> LinkContext:
+        """For a link to a peer that is to be met in a group, at the first of the addresses or at another of them."""
+        identity = replace(self.identity, group=group)
+        return replace(self, identity=identity, elsewhere=tuple(addresses[1:]), silent={})
 
     def route_to(self, address: Address) -> Route:
         """The best route that reaches the address."""
@@ -117,10 +126,9 @@ class LinkContext:
         lane: int,
         token: bytes,
     ) -> Lane:
-        identity = Identity(self.identity.cluster_id, self.identity.incarnation, paths, self.identity.secret)
         return Lane(
             channel,
-            Session(identity, dialer=dialer, asked=asked, lane=lane, token=token),
+            Session(replace(self.identity, paths=paths), dialer=dialer, asked=asked, lane=lane, token=token),
             log=self.log,
             heartbeat=self.settings.heartbeat_interval_ms / 1000,
             silence=self.settings.heartbeat_timeout_ms / 1000,

@@ -1,15 +1,15 @@
 """All links of an engine: dialling, accepting, finding, unlinking. It must not know managers, caches or pulls.
 
 Links that this side dialled are found by the cluster id asked for; those that peers dialled are kept by incarnation,
-since several peers may use one id.
+since several peers may use one id. Each link has its users (`linked.Users`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import anyio
@@ -19,34 +19,17 @@ from kvpull_async.halves import Halves, Refusal
 from kvpull_async.lane import Lane
 from kvpull_async.link import Link
 from kvpull_async.linkage import Connection, LinkContext, LinkState, Route, connect_error
+from kvpull_async.linked import ORDINARY, Codes, Door, Target, Users, each
+from kvpull_async.offers import PeerRecord
 from kvpull_async.protocol.session import Peer
-from kvpull_async.serve import PeerRecord
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
-from kvpull_async.transport.base import Address, ControlChannel
+from kvpull_async.transport.base import ControlChannel
 
 __all__ = ["Codes", "Links", "Target"]
 
 _RECORDS: Final = 1024
 _RETRY_PAUSE: Final = 0.05
 _ARRIVAL: Final = 0.2
-
-
-@dataclass(frozen=True)
-class Codes:
-    """What the two modes answer differently."""
-
-    timeout: LLMStatusCode
-    repeated: LLMStatusCode
-    unknown_unlink: LLMStatusCode
-    unreachable_unlink: LLMStatusCode
-
-
-@dataclass(frozen=True)
-class Target:
-    """A remote cluster as `link_clusters` was given it; `address` is None when it was not given exactly one."""
-
-    cluster_id: int
-    address: Address | None
 
 
 class Links:
@@ -60,9 +43,12 @@ class Links:
         self._records: OrderedDict[bytes, PeerRecord] = OrderedDict()
         self._arrivals: set[asyncio.Future[None]] = set()
         self._closings: set[asyncio.Task[None]] = set()
+        self.users: Users = Users()
         self._closed = False
         self.reasons: dict[int, str] = {}
         """Why the last attempt to link or unlink a cluster failed."""
+        self.forgotten: Callable[[Link, set[int]], None] = lambda *_: None
+        """Called with a link that is not one of these any more, and its users; in state READY it was taken leave of."""
 
     async def prepare(self) -> None:
         """Have anyio import its backend now, while nothing else waits for the core's loop."""
@@ -94,7 +80,7 @@ class Links:
 
     async def link(self, targets: list[Target], deadline: Deadline) -> list[LLMStatusCode]:
         """Dial all at once; one code per target, in order. Failures are codes, never exceptions."""
-        return await _each(targets, lambda target: self._link(target, deadline))
+        return await each(targets, lambda target: self._link(target, deadline))
 
     async def _link(self, target: Target, deadline: Deadline) -> LLMStatusCode:
         cluster_id = target.cluster_id
@@ -104,17 +90,28 @@ class Links:
             return self._failed(target, "is being linked already", self._codes.repeated)
         held = self.find(cluster_id)
         if held is not None and held.address not in (None, target.address) and held.state is not LinkState.READY:
-            self._end(held, f"the cluster is to be found at {_text(target)} now")
+            self.end(held, f"the cluster is to be found at {target!s} now")
         elif held is not None and (held.address is not None or held.state is LinkState.READY):
             return await self._again(target, held, deadline)
         if len(self.all()) >= self._context.settings.max_links:
             limit = f"would exceed {self._context.settings.max_links} links"
             return self._failed(target, limit, LLMStatusCode.LLM_LINK_FAILED)
+        with self.only(cluster_id):
+            status = await self._dial(target, deadline)
+        if status is LLMStatusCode.LLM_SUCCESS and (found := self.find(cluster_id)) is not None:
+            self.users.add(found, ORDINARY)
+        return status
+
+    @contextlib.contextmanager
+    def only(self, cluster_id: int) -> Iterator[bool]:
+        """Around a dial to a cluster: whether it is the only one, or else not to be made."""
+        free = cluster_id not in self._dialling
         self._dialling.add(cluster_id)
         try:
-            return await self._dial(target, deadline)
+            yield free
         finally:
-            self._dialling.discard(cluster_id)
+            if free:
+                self._dialling.discard(cluster_id)
 
     async def _again(self, target: Target, held: Link, deadline: Deadline) -> LLMStatusCode:
         """A cluster that is linked. When its connection is lost, "already" is an answer only once it is back."""
@@ -122,9 +119,13 @@ class Links:
             async with deadline.scope():
                 await held.ready(deadline)
         except (LLMException, OSError, asyncio.TimeoutError) as raised:
-            error = connect_error(raised, _text(target))
+            error = connect_error(raised, str(target))
             return self._failed(target, f"is linked, and its connection is lost: {error}", self._code_of(error))
-        return self._failed(target, f"is linked already, to {held.peer_name}", LLMStatusCode.LLM_ALREADY_LINK)
+        self.users.add(held, ORDINARY)
+        status = LLMStatusCode.LLM_ALREADY_LINK if held.address else self._codes.linked_by_peer
+        if status is LLMStatusCode.LLM_SUCCESS:
+            return status
+        return self._failed(target, f"is linked already, to {held.peer_name}", status)
 
     async def _dial(self, target: Target, deadline: Deadline) -> LLMStatusCode:
         link = Link(self._context, target.cluster_id, target.address)
@@ -134,7 +135,7 @@ class Links:
                 await link.connect(deadline)
                 break
             except (LLMException, OSError, asyncio.TimeoutError) as raised:
-                error = connect_error(raised, _text(target))
+                error = connect_error(raised, str(target))
             superseded = error.status_code == LLMStatusCode.LLM_ALREADY_LINK
             if superseded and await self._arrived(target.cluster_id, deadline.sooner(_ARRIVAL)):
                 return LLMStatusCode.LLM_SUCCESS
@@ -142,17 +143,24 @@ class Links:
             if not tries or deadline.expired:
                 return self._failed(target, str(error), self._code_of(error))
             await asyncio.sleep(min(_RETRY_PAUSE, deadline.remaining))
+        return await self.take(link)
+
+    async def take(self, link: Link) -> LLMStatusCode:
+        """Keep a link that has been dialled, unless there is a better one by now."""
         if self._closed:
             await link.close(_finalized(), Deadline.after_ms(100))
             return LLMStatusCode.LLM_ENGINE_FINALIZED
         assert link.peer is not None
-        twin = self._incoming.get(link.peer.incarnation)
-        if twin is not None and twin.state is not LinkState.READY:
-            self._end(twin, "this side has dialled anew")
-        elif twin is not None and self._context.identity.incarnation < link.peer.incarnation:
+        twin, former = self._incoming.get(link.peer.incarnation), self._dialled.get(link.cluster_id)
+        ready = [old for old in (twin, former) if old is not None and old.state is LinkState.READY]
+        if former in ready or (ready and self._context.identity.incarnation < link.peer.incarnation):
             await link.close(_superseded(), Deadline.after_ms(100))
             return LLMStatusCode.LLM_SUCCESS
-        self._dialled[target.cluster_id] = link
+        self.users.add(link, *self.users.of(twin, former))
+        for old in (twin, former):
+            if old is not None and old not in ready:
+                self.end(old, "this side has dialled anew")
+        self._dialled[link.cluster_id] = link
         return LLMStatusCode.LLM_SUCCESS
 
     async def _arrived(self, cluster_id: int, deadline: Deadline) -> bool:
@@ -179,19 +187,19 @@ class Links:
         self.reasons[target.cluster_id] = reason
         self._context.counters.add("links_failed")
         self._context.log.warning(
-            "link.failed", cluster_id=target.cluster_id, peer=_text(target), status=status.name, reason=reason
+            "link.failed", cluster_id=target.cluster_id, peer=str(target), status=status.name, reason=reason
         )
         return status
 
     # -- accepting --------------------------------------------------------------------------------------------------
 
-    async def accept(self, route: Route, channel: ControlChannel) -> None:
+    async def accept(self, route: Route, channel: ControlChannel, door: Door | None = None) -> None:
         """Greet a control channel that a peer opened, and make it half a link or complete one."""
         timeout = self._context.settings.handshake_timeout_ms
         lane = self._context.new_lane(channel, dialer=False, lane=0, token=b"")
         try:
             peer = await lane.accept(Deadline.after_ms(timeout))
-            await self._admit(peer, lane, route)
+            await self._admit(peer, lane, route, door)
         except (LLMException, OSError, asyncio.TimeoutError) as error:
             self._context.counters.add("links_rejected")
             reason = str(error) or f"no greeting within {timeout} ms"
@@ -201,14 +209,21 @@ class Links:
             lane.abort()
             raise
 
-    async def _admit(self, peer: Peer, lane: Lane, route: Route) -> None:
+    async def _admit(self, peer: Peer, lane: Lane, route: Route, door: Door | None) -> None:
+        if peer.group or door is not None:
+            refusal = self._refusal_at(door, peer)
+            if refusal is not None:  # many a one tries several ports, again and again: that is not worth a warning
+                self._context.log.debug("link.rejected", peer=lane.channel.peer, reason=refusal[1])
+                await lane.reject(*refusal)
+                lane.abort()
+                return
         refusal = self._refusal(peer)
         if refusal is None and peer.lane == 0:
             refusal = self._halves.begin(peer, lane, route)
         elif refusal is None:
             whole = self._halves.complete(peer, lane)
             if isinstance(whole, Connection):
-                self._install(whole)
+                self._install(whole, door)
             else:
                 refusal = whole
         if refusal is None:
@@ -216,6 +231,14 @@ class Links:
         self._halves.drop(peer.token, refusal[1], of=peer.incarnation)
         await lane.reject(*refusal)
         raise LLMException(refusal[1], status_code=refusal[0])
+
+    def _refusal_at(self, door: Door | None, peer: Peer) -> Refusal | None:
+        if door is None:
+            return LLMStatusCode.LLM_LINK_FAILED, "no group meets at this port"
+        ours = self._dialled.get(peer.cluster_id)
+        known = [self._incoming.get(peer.incarnation), ours if ours is not None and self._same(ours, peer) else None]
+        ready = [link for link in known if link is not None and link.state is LinkState.READY]
+        return door.refusal(peer, ready[0] if ready else None)
 
     def _refusal(self, peer: Peer) -> Refusal | None:
         """Why a peer may not link now; None when it may."""
@@ -239,7 +262,7 @@ class Links:
         known = link.peer.incarnation if link.peer is not None else b""
         return known == peer.incarnation != self._context.identity.incarnation
 
-    def _install(self, connection: Connection) -> None:
+    def _install(self, connection: Connection, door: Door | None) -> None:
         peer = connection.peer
         for incarnation, old in list(self._incoming.items()):
             if (
@@ -247,14 +270,19 @@ class Links:
                 and incarnation != peer.incarnation
                 and old.state is not LinkState.READY
             ):
-                self._end(old, "the peer was restarted")  # a restarted peer replaces its dead link
-        ours = self._dialled.get(peer.cluster_id)
-        if ours is not None and self._same(ours, peer):
-            self._end(ours, "the peer has dialled anew")
+                self.end(old, "the peer was restarted")  # a restarted peer replaces its dead link
         link = self._incoming.get(peer.incarnation)
         if link is None:
             link = self._incoming[peer.incarnation] = Link(self._context, peer.cluster_id, None)
+        ours = self._dialled.get(peer.cluster_id)
+        if ours is not None and self._same(ours, peer):
+            self.users.add(link, *self.users.of(ours))
+            self.end(ours, "the peer has dialled anew")
         link.adopt(connection)
+        if door is None:
+            self.users.add(link, ORDINARY)
+        else:
+            door.entered(link)
         for arrival in self._arrivals:
             if not arrival.done():
                 arrival.set_result(None)
@@ -262,7 +290,7 @@ class Links:
     # -- ending -----------------------------------------------------------------------------------------------------
 
     async def unlink(self, targets: list[Target], deadline: Deadline, *, force: bool) -> list[LLMStatusCode]:
-        return await _each(targets, lambda target: self._unlink(target, deadline, force=force))
+        return await each(targets, lambda target: self._unlink(target, deadline, force=force))
 
     async def _unlink(self, target: Target, deadline: Deadline, *, force: bool) -> LLMStatusCode:
         link = self.find(target.cluster_id)
@@ -280,13 +308,13 @@ class Links:
                 await link.say_goodbye(deadline)
             except (LLMException, OSError, asyncio.TimeoutError) as raised:
                 if self._stays(link):
-                    known = connect_error(raised, _text(target))
+                    known = connect_error(raised, str(target))
                     timed_out = isinstance(known, LLMTimeoutError)
                     status = self._codes.timeout if timed_out else self._codes.unreachable_unlink
                     return self._failed(target, f"could not be told to unlink: {known}", status)
             except BaseException:
                 if not self._stays(link):
-                    self._end(link, "this side has unlinked")
+                    self.end(link, "this side has unlinked")
                 raise
         self.forget(link)
         await link.close(error, Deadline.after_ms(self._context.settings.settle_timeout_ms))
@@ -304,12 +332,15 @@ class Links:
             del self._dialled[link.cluster_id]
         if link.peer is not None and self._incoming.get(link.peer.incarnation) is link:
             del self._incoming[link.peer.incarnation]
+        users = self.users.of(link)
+        self.users.forget(link)
+        self.forgotten(link, users)
 
     def gone(self, link: Link) -> None:
         """The link ended from the peer's side, or was given up."""
-        self._end(link, "the peer has gone")
+        self.end(link, "the peer has gone")
 
-    def _end(self, link: Link, reason: str) -> None:
+    def end(self, link: Link, reason: str) -> None:
         self.forget(link)
         error = LLMException(reason, status_code=LLMStatusCode.LLM_NOT_YET_LINK, peer=link.peer_name, retry_safe=True)
         bound = Deadline.after_ms(self._context.settings.close_timeout_ms)
@@ -344,25 +375,9 @@ class Links:
         return f"<Links dialled={len(self._dialled)} incoming={len(self._incoming)} half={len(self._halves)}>"
 
 
-async def _each(targets: list[Target], one: Callable[[Target], Awaitable[LLMStatusCode]]) -> list[LLMStatusCode]:
-    codes = [LLMStatusCode.LLM_FAILED] * len(targets)
-
-    async def run(index: int) -> None:
-        codes[index] = await one(targets[index])
-
-    async with anyio.create_task_group() as group:
-        for index in range(len(targets)):
-            group.start_soon(run, index)
-    return codes
-
-
 def _superseded() -> LLMException:
     return LLMException("the peer's own connection counts", status_code=LLMStatusCode.LLM_ALREADY_LINK, retry_safe=True)
 
 
 def _finalized() -> LLMException:
     return LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
-
-
-def _text(target: Target) -> str:
-    return "no address" if target.address is None else f"{target.address[0]}:{target.address[1]}"

@@ -22,7 +22,7 @@ from typing import Any, Final, TextIO
 
 import structlog
 
-__all__ = ["Counters", "EventQueue", "Log", "PullReport", "console", "emit", "json_lines", "new_pull_id"]
+__all__ = ["Counters", "EventQueue", "Log", "Report", "console", "emit", "json_lines", "new_pull_id"]
 
 _LOGGER: Final = logging.getLogger("kvpull")
 _LOGGER.addHandler(logging.NullHandler())
@@ -60,7 +60,7 @@ class EventQueue:
     """
 
     def __init__(self) -> None:
-        self.dropped = 0
+        self.dropped: int = 0
         self._told = 0
         self._closing = False
         self._queue: queue.Queue[tuple[str, str, dict[str, Any]] | None] = queue.Queue(_QUEUE_LIMIT)
@@ -160,8 +160,8 @@ class Counters:
 
 
 @dataclass
-class PullReport:
-    """One pull, as both its log events and its error tell it. Times are in ms, by phase."""
+class Report:
+    """One pull or push, as both its log events and its error tell it. Times are in ms, by phase."""
 
     operation: str
     pull_id: str
@@ -172,6 +172,7 @@ class PullReport:
     bytes: int = 0
     started: float = field(default_factory=time.monotonic)
     phases: dict[str, float] = field(default_factory=dict)
+    push: bool = False
     cancelled_late: bool = False
     ended: float | None = None
     """Set where the caller hears of the end later than it came, at a time of its own choosing."""
@@ -194,7 +195,7 @@ class PullReport:
         self.enter("")
 
     def fields(self) -> dict[str, Any]:
-        """Stable field names of every `pull.*` event."""
+        """Stable field names of every `pull.*` and `push.*` event."""
         fields: dict[str, Any] = {
             "operation": self.operation,
             "pull_id": self.pull_id,
@@ -214,21 +215,30 @@ class PullReport:
     def started_event(self) -> None:
         if structlog.is_configured() or _LOGGER.isEnabledFor(logging.DEBUG):
             fields = self.fields()
-            emit("debug", "pull.started", {key: fields[key] for key in fields if key not in ("bytes", "elapsed_ms")})
+            known = {key: fields[key] for key in fields if key not in ("bytes", "elapsed_ms")}
+            emit("debug", "push.started" if self.push else "pull.started", known)
 
     def finished_event(self) -> None:
         if structlog.is_configured() or _LOGGER.isEnabledFor(logging.DEBUG):
-            emit("debug", "pull.finished", self.fields())
+            emit("debug", "push.finished" if self.push else "pull.finished", self.fields())
 
     def failed_event(self, error: BaseException) -> None:
         """A failure is a warning; a cancellation is the caller's own wish and stays at debug level."""
+        fields = self.failed_fields(error)
+        emit(
+            "warning" if isinstance(error, Exception) else "debug",
+            "push.failed" if self.push else "pull.failed",
+            fields,
+        )
+
+    def failed_fields(self, error: BaseException) -> dict[str, Any]:
         fields = {**self.fields(), "error": type(error).__name__, "reason": str(error)}
         status = getattr(error, "status_code", None)
         if status is not None:
             fields["status"] = getattr(status, "name", status)
         if getattr(error, "destination_unsafe", False):
             fields["destination_unsafe"] = True
-        emit("warning" if isinstance(error, Exception) else "debug", "pull.failed", fields)
+        return fields
 
 
 def new_pull_id() -> str:

@@ -5,9 +5,11 @@ Nothing that the peer claims is believed. It must not send, wait or pin.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +18,11 @@ from kvpull_async import plan
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Binding, Entry, Registry, describe
 from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.values import CacheDesc, DataType
 
-__all__ = ["Issued", "Offer", "consumes", "find"]
+__all__ = ["Issued", "Offer", "PeerRecord", "consumes", "find", "layout_of"]
+
+_ISSUED_LIMIT: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,18 @@ class Issued:
 
     generation: int
     tensors: range
+
+
+@dataclass
+class PeerRecord:
+    """What one incarnation of a peer holds. It outlives connections, since a DONE may come on a later one."""
+
+    issued: OrderedDict[bytes, Issued] = field(default_factory=OrderedDict)
+
+    def issue(self, grant_id: bytes, issued: Issued) -> None:
+        self.issued[grant_id] = issued
+        if len(self.issued) > _ISSUED_LIMIT:
+            self.issued.popitem(last=False)
 
 
 @dataclass
@@ -49,11 +66,13 @@ def find(registry: Registry, request: frames.Request, tail: bytes) -> Offer:
     """The offer for a request; LLMException with the code that the puller will see."""
     registry.drain_drops()
     entry, binding, index = _look_up(registry, request)
+    entry.reach()
     if request.remote_access and not entry.remote_accessible:
         raise _invalid(f"cache {entry.cache_id} is not remote accessible")
     if entry.blocks != (request.key == "blocks"):
         kind = "a blocks cache" if entry.blocks else "not a blocks cache"
         raise _invalid(f"cache {entry.cache_id} is {kind}; ask for it with the matching kind of key")
+    _check_layout(request, entry)
     tensors = _tensors(request, entry)
     if request.key == "blocks":
         return _blocks(request, tail, entry, tensors)
@@ -81,6 +100,29 @@ def _look_up(registry: Registry, request: frames.Request) -> tuple[Entry, Bindin
         near = ", ".join(registry.nearest_keys(name)) or "none at all"
         raise _unknown(f"{describe(name)} is not here: never published, released or pulled already (held: {near})")
     return binding.entry, binding, binding.index
+
+
+def _check_layout(request: frames.Request, entry: Entry) -> None:
+    """For a puller who wants more than bytes: the data type, and the shape of an entry unless it is cut into blocks."""
+    if request.layout is None:
+        return
+    wanted, shape = request.layout
+    dtype, held = layout_of(entry.desc)
+    if (wanted, shape or held) != (dtype, held):
+        raise _invalid(
+            f"strict_layout: entries here are {_layout_text(dtype, held)}, the destination's "
+            f"{_layout_text(wanted, shape or held)}"
+        )
+
+
+def layout_of(desc: CacheDesc) -> tuple[int, list[int]]:
+    """Data type and shape of one entry, as a request says them."""
+    return int(desc.data_type.value), list(desc.shape[1:])
+
+
+def _layout_text(dtype: int, shape: list[int]) -> str:
+    known = {member.value: member.name for member in DataType}
+    return f"{known.get(dtype, 'of an unknown type')} {shape}"
 
 
 def _tensors(request: frames.Request, entry: Entry) -> range:

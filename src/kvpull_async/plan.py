@@ -27,6 +27,7 @@ __all__ = [
     "merge",
     "pair",
     "run_segments",
+    "shared_runs",
     "slice_segments",
     "total",
 ]
@@ -37,6 +38,8 @@ _UINT32_MAX = 2**32 - 1
 _MOST_ROWS = 2**24
 """Pieces of one pull: 400 MB of table. A peer decides how many it asks for."""
 _INT64_MAX = 2**63 - 1
+_COUNTED = 64
+"""Counting so many blocks for each one named is still faster than sorting those."""
 
 
 def layer_tensors(name: str, value: range | None, *, tensors_per_layer: int) -> range | None:
@@ -91,13 +94,30 @@ def run_segments(tensors: range, *, start: int, size: int) -> Segments:
     return _for_each_tensor(tensors, np.array([start], dtype=np.int64), np.array([size], dtype=np.int64))
 
 
-def block_segments(tensors: range, blocks: NDArray[np.int64], *, block_nbytes: int) -> Segments:
+def block_segments(
+    tensors: range,
+    blocks: NDArray[np.int64],
+    *,
+    block_nbytes: int,
+    runs: NDArray[np.intp] | None = None,
+) -> Segments:
     """The given blocks of every tensor, in the given order, tensor after tensor.
 
-    Consecutive block numbers share one row, so a table may hold far fewer rows than blocks. No blocks give no rows.
+    Consecutive block numbers share one row, so a table may hold far fewer rows than blocks; with ``runs`` (see
+    ``shared_runs``) only where these say so. No blocks give no rows.
     Raises LLMException with LLM_PARAM_INVALID for a negative block; the upper end is for ``check_bounds``.
     """
-    return _for_each_tensor(tensors, *_runs(blocks, block_nbytes))
+    return _for_each_tensor(tensors, *_runs(blocks, block_nbytes, runs))
+
+
+def shared_runs(one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Where, in two lists of blocks of one length, runs begin that are consecutive in both.
+
+    Tables made with them are cut alike, so that ``pair`` has little to do.
+    """
+    begins = np.ones(one.size, dtype=np.bool_)
+    begins[1:] = (np.diff(one) != 1) | (np.diff(other) != 1)
+    return np.flatnonzero(begins)
 
 
 def slice_segments(tensors: range, blocks: NDArray[np.int64], *, block_nbytes: int, per_tensor: int) -> Segments:
@@ -147,9 +167,10 @@ def pair(src: Segments, dst: Segments) -> NDArray[np.int64]:
 
     Raises ValueError when the tables do not hold the same number of bytes, or a length is negative.
     """
-    _require_same_total(src, dst)
-    src, dst = _with_bytes(src), _with_bytes(dst)
-    if np.array_equal(src[:, 2], dst[:, 2]):  # cut alike, as most are
+    if not _cut_alike(src, dst):
+        _require_same_total(src, dst)
+        src, dst = _with_bytes(src), _with_bytes(dst)
+    if np.array_equal(src[:, 2], dst[:, 2]):
         return np.concatenate((src[:, :2], dst), axis=1)
     src_ends, dst_ends = np.cumsum(src[:, 2]), np.cumsum(dst[:, 2])
     ends = _union(src_ends, dst_ends)
@@ -203,6 +224,8 @@ def check_block_pairs(src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int6
     """
     if src_blocks.size != dst_blocks.size:
         raise _invalid(f"{src_blocks.size} source blocks cannot go to {dst_blocks.size} destination blocks")
+    if _all_different(dst_blocks):
+        return
     order = np.argsort(dst_blocks, kind="stable")
     src, dst = src_blocks[order], dst_blocks[order]
     clash = np.flatnonzero((dst[1:] == dst[:-1]) & (src[1:] != src[:-1]))
@@ -211,8 +234,17 @@ def check_block_pairs(src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int6
         raise _invalid(f"source blocks {src[at]} and {src[at + 1]} both go to destination block {dst[at]}")
 
 
-def _runs(blocks: NDArray[np.int64], block_nbytes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Byte offsets and byte lengths of the runs of consecutive blocks."""
+def _all_different(blocks: NDArray[np.int64]) -> bool:
+    """Whether that can be told without sorting them, as it mostly can; False says nothing."""
+    if not blocks.size or int(blocks.min()) < 0 or int(blocks.max()) > _COUNTED * blocks.size:
+        return False
+    return int(np.bincount(blocks).max()) == 1
+
+
+def _runs(
+    blocks: NDArray[np.int64], block_nbytes: int, first: NDArray[np.intp] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Byte offsets and byte lengths of the runs of consecutive blocks; ``first`` says where they begin, if known."""
     if block_nbytes < 1:
         raise _invalid(f"a block of {block_nbytes} bytes cannot be pulled")
     if not blocks.size:
@@ -220,7 +252,8 @@ def _runs(blocks: NDArray[np.int64], block_nbytes: int) -> tuple[NDArray[np.int6
     if blocks.min() < 0:
         raise _invalid(f"block {blocks.min()} does not exist")
     _require_int64((int(blocks.max()) + 1) * block_nbytes)
-    first = np.flatnonzero(np.diff(blocks, prepend=blocks[0] - 2) != 1)  # the prepended number never continues a run
+    if first is None:  # the prepended number never continues a run
+        first = np.flatnonzero(np.diff(blocks, prepend=blocks[0] - 2) != 1)
     return blocks[first] * block_nbytes, np.diff(first, append=blocks.size) * block_nbytes
 
 
@@ -254,6 +287,13 @@ def _locate(rows: Segments, ends: NDArray[np.int64], positions: NDArray[np.int64
     found = rows[at, :2]
     found[:, 1] += positions - (ends[at] - rows[at, 2])
     return found
+
+
+def _cut_alike(src: Segments, dst: Segments) -> bool:
+    """Whether nothing is wrong with two tables and nothing has to be done, as is mostly so. False says nothing."""
+    lengths = dst[:, 2]
+    few = 0 < len(src) == len(dst) and len(src) * int(lengths.max()) <= _INT64_MAX
+    return few and int(lengths.min()) > 0 and np.array_equal(src[:, 2], lengths)
 
 
 def _require_same_total(src: Segments, dst: Segments) -> None:

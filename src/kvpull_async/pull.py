@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -15,14 +14,14 @@ from typing import TYPE_CHECKING, Final
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._prompt import Prompt, by_hand
 from kvpull_async._workers import Job
-from kvpull_async.linkage import broken
 from kvpull_async.memory.base import FEW_ROWS, Batches, Span, copy_batches, lend_bytes
-from kvpull_async.observe import PullReport
+from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
-from kvpull_async.registry import Entry, Pin
+from kvpull_async.registry import Entry
 from kvpull_async.standing import Offered
-from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, fresh
+from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.base import DataPath, Segments, Transfer, moved
+from kvpull_async.turn import Turn, cause_of
 
 if TYPE_CHECKING:
     from kvpull_async.lane import Answer, Lane
@@ -30,15 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Pull", "Wanted"]
 
-_LEAST: Final = 0.02
 _TINY: Final = 128 * 1024
 """Most bytes copied with the interpreter lock held: giving it up would take longer."""
 _NOTICE: Final = 0.5
 """Seconds within which the loss of a whole connection shows, once a part of it has broken."""
-
-GRACE: Final = 0.07
-"""Seconds after the deadline within which a pull has settled or is quarantined; the rest of the promised 100 ms is
-for crossing back to the caller."""
 
 
 @dataclass(slots=True)
@@ -59,33 +53,23 @@ class Wanted:
     open_cache: int | None
     entry: Entry
     deadline: Deadline
-    report: PullReport
+    report: Report
     pieces: Callable[[], list[memoryview] | None] = lambda: None
     """Asked for while the source answers: the part of each tensor that is filled by `at_most` bytes, or None."""
 
 
-class Pull:
-    """Runs once. `stop` ends it from elsewhere on the loop with an error instead of a cancellation."""
-
-    losses_seen: int = 0
-    """How often its link had been lost when it joined the queue."""
+class Pull(Turn):
+    """A turn on the link whose entry is the destination."""
 
     def __init__(self, link: Link, wanted: Wanted) -> None:
-        self._link = link
+        super().__init__(link, wanted.entry, wanted.deadline, wanted.report)
         self._wanted = wanted
-        self._task: asyncio.Task[object] | None = None
-        self._stop: LLMException | None = None
-        self._holds_slot = False
-        self._pin: Pin | None = None
-        self._lane: Lane | None = None
         self._path: DataPath | None = None
         self._request_id: int | None = None
         self._answer: Prompt[Answer] | None = None
         self._transfer: Transfer | None = None
-        self._expired = False
         self._pieces: list[memoryview] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._committed = False
 
     async def run(self) -> None:
         """A small pull needs no task: see `by_hand`."""
@@ -99,17 +83,13 @@ class Pull:
         except BaseException as error:
             timer.cancel()
             unsafe = await self._clean_up()
-            if isinstance(error, asyncio.CancelledError) and self._stop is None and not self._expired:
+            if self._wished(error):
                 raise
-            raise self._explain(error, unsafe) from _cause(error)
+            raise self._explain(error, unsafe) from cause_of(error)
         finally:
             timer.cancel()
             self._pieces = None
-            self._wanted.report.leave()
-            if self._pin is not None:
-                self._pin.release()
-            if self._holds_slot:
-                self._link.leave(self)
+            self._leave()
 
     async def _until(self, answer: Prompt[Answer] | None) -> None:
         """Wait for the answer if that needs no task, else for a task."""
@@ -118,22 +98,9 @@ class Pull:
         if self._stop is not None or self._expired:  # meanwhile
             raise asyncio.CancelledError
 
-    def stop(self, error: LLMException) -> None:
-        """End the pull with `error`, wherever it waits. Never waits itself."""
-        if self._stop is None and not self._committed:
-            self._stop = error
-            self._cancel()
-
-    def _interrupt(self) -> None:
-        """The deadline has passed."""
-        self._expired = True
-        self._cancel()
-
     def _cancel(self) -> None:
-        """End whichever wait is going on."""
-        if self._task is not None:
-            self._task.cancel()
-        elif self._answer is not None:
+        super()._cancel()
+        if self._task is None and self._answer is not None:
             self._answer.cancel()
 
     # -- the way there ----------------------------------------------------------------------------------------------
@@ -145,7 +112,7 @@ class Pull:
         if wanted.entry.quarantined or not link.enter_now(self):
             return
         self._holds_slot = True
-        self._claim_destination()
+        self._claim_memory()
         lane = link.ready_now() if wanted.at_most <= link.inline_limit else None
         if lane is not None and self._known() is None:
             report.enter("connect")
@@ -160,7 +127,7 @@ class Pull:
             await link.enter(self)
             self._holds_slot = True
             await self._quarantine_over()
-            self._claim_destination()
+            self._claim_memory()
         grant, payload = await (self._granted() if self._answer is None else self._answer)
         if wanted.deadline.expired:  # a core that was held up may see the answer before the timer
             raise asyncio.TimeoutError
@@ -230,12 +197,6 @@ class Pull:
         if entry.quarantined and not await entry.idle(self._wanted.deadline, writers_only=True):
             raise asyncio.TimeoutError
 
-    def _claim_destination(self) -> None:
-        entry = self._wanted.entry
-        if not entry.alive:
-            raise LLMException(f"cache {entry.cache_id} was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
-        self._pin = entry.pin(self._cut)
-
     async def _connected(self) -> tuple[Lane, DataPath]:
         """The connection to ask on and the path on which the bytes will come. As long as nothing has been asked, a
         connection that breaks is only one that has to be made anew.
@@ -300,14 +261,6 @@ class Pull:
                 if memory is not None:
                     self._link.standing.remember(cache_id, Offered(grant.ticket, grant.entry_nbytes, memory))
 
-    def _cut(self) -> None:
-        self.stop(
-            LLMException(
-                f"cache {self._wanted.entry.cache_id} was released during the pull",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-            )
-        )
-
     # -- the way out ------------------------------------------------------------------------------------------------
 
     async def _clean_up(self) -> bool:
@@ -331,33 +284,6 @@ class Pull:
         if answer is None or self._wanted.at_most <= self._link.inline_limit:
             return False
         return not answer.done() or answer.cancelled() or answer.exception() is None
-
-    def _bound(self) -> Deadline:
-        """When to stop waiting for what is being stopped. A core that comes late is no reason not to wait at all."""
-        end = max(self._wanted.deadline.at + GRACE, time.monotonic() + _LEAST)
-        return Deadline(end).sooner(self._link.settle_timeout)
-
-    def _explain(self, error: BaseException, unsafe: bool) -> LLMException:
-        """The exception the caller sees, a new instance with the fields that say what to do next."""
-        if self._stop is not None and isinstance(error, asyncio.CancelledError):
-            known = fresh(self._stop)
-            _uncancel(self._task)
-        elif isinstance(error, LLMException):
-            known = error
-        elif isinstance(error, (asyncio.TimeoutError, asyncio.CancelledError)):
-            if isinstance(error, asyncio.CancelledError):
-                _uncancel(self._task)
-            known = LLMTimeoutError(f"the deadline of {self._budget_ms()} ms passed {self._where()}", retry_safe=True)
-        elif isinstance(error, OSError):
-            known = broken(error, self._lane, self._link.peer_name)
-        else:
-            known = LLMException(f"internal error: {error!r}", status_code=LLMStatusCode.LLM_FAILED)
-        known.destination_unsafe = unsafe
-        known.retry_safe = known.retry_safe and not unsafe
-        return known
-
-    def _budget_ms(self) -> int:
-        return round((self._wanted.deadline.at - self._wanted.report.started) * 1000)
 
     def _where(self) -> str:
         if self._pin is None and self._wanted.entry.quarantined:
@@ -386,14 +312,3 @@ def _exhaust(steps: Generator[int, None, None]) -> None:
     with contextlib.closing(steps):
         for _ in steps:
             pass
-
-
-def _cause(error: BaseException) -> BaseException | None:
-    return error.__cause__ if isinstance(error, (LLMException, asyncio.CancelledError)) else error
-
-
-def _uncancel(task: asyncio.Task[object] | None) -> None:
-    """Python 3.11 counts cancellations; one that became an error must not count."""
-    uncancel = getattr(task, "uncancel", None)
-    if uncancel is not None:
-        uncancel()

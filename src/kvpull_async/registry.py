@@ -12,6 +12,7 @@ import itertools
 import queue
 from collections.abc import Callable, Iterable, Sequence
 
+from kvpull_async.addresses import Addresses
 from kvpull_async.held import Binding, Entry, KeyId, Pin
 from kvpull_async.memory.base import Allocation, MemoryBackend, Region
 from kvpull_async.status import LLMException, LLMStatusCode
@@ -25,7 +26,7 @@ class Registry:
 
     def __init__(self, backend: MemoryBackend, *, dropped: Callable[[int], None] | None = None) -> None:
         self.backend = backend
-        self.closed = False
+        self.closed: bool = False
         self.drops: queue.SimpleQueue[int] = queue.SimpleQueue()
         """Ids of caches whose handle was garbage-collected; `drain_drops` deallocates them."""
         self._dropped = dropped or self.drops.put
@@ -35,6 +36,8 @@ class Registry:
         self._keys: dict[KeyId, Binding] = {}
         self._blocks: dict[int, Entry] = {}
         self._bindings: dict[int, Binding] = {}
+        self._addresses = Addresses(self._open_entries)
+        self._watches: dict[KeyId, set[Callable[[], None]]] = {}
 
     # -- making and releasing ---------------------------------------------------------------------------------------
 
@@ -75,6 +78,8 @@ class Registry:
             dropped=self._handle_dropped,
         )
         self._entries[entry.cache_id] = entry
+        self._addresses.forget()
+        self._published(("cache", entry.cache_id, 0))
         return entry
 
     def bind(self, entry: Entry, keys: Iterable[CacheKey]) -> None:
@@ -88,17 +93,20 @@ class Registry:
             tensors = set(range(entry.desc.num_tensors))
             binding = Binding(entry, index, name, next(self._generations), tensors)
             self._keys[name] = entry.bindings[index] = self._bindings[binding.generation] = binding
+            self._published(name)
 
     def bind_blocks(self, entry: Entry, key: BlocksCacheKey) -> None:
         """A blocks key bound again moves to the newer cache."""
         entry.blocks_model = key.model_id
         self._blocks[key.model_id] = entry
+        self._published(("blocks", 0, key.model_id))
 
     def release(self, entry: Entry) -> None:
         """The id is given up. Keys of an allocated cache keep it until they are consumed or removed; a registered
         cache and a blocks cache lose theirs at once.
         """
         entry.end()
+        self._addresses.forget()
         if entry.blocks or entry.registered:
             for binding in list(entry.bindings.values()):
                 self._unbind(binding)
@@ -142,6 +150,7 @@ class Registry:
         for entry in self._entries.values():
             entry.bindings.clear()
         self._entries.clear()
+        self._addresses.forget()
         self._keys.clear()
         self._blocks.clear()
         self._bindings.clear()
@@ -174,12 +183,48 @@ class Registry:
             return None
         return entry, entry.bindings.get(index)
 
+    def find_address(self, address: int, nbytes: int) -> tuple[Entry, Region] | None:
+        """The remote accessible cache, and its tensor, that has `nbytes` bytes from that address on."""
+        return self._addresses.find(address, nbytes)
+
+    def _open_entries(self) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.alive and entry.remote_accessible]
+
     def nearest_keys(self, name: KeyId, *, limit: int = 3) -> list[str]:
         """Keys that resemble `name`, for the message that says it is unknown."""
         kind, number, model = name
         some = itertools.islice(self._keys, 1000)  # a miss must not hold the loop, however many keys there are
         nearest = heapq.nsmallest(limit, some, key=lambda k: (k[0] != kind, k[2] != model, abs(k[1] - number)))
         return [describe(k) for k in nearest]
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def watch(self, name: KeyId, appeared: Callable[[], None]) -> Callable[[], None]:
+        """Call `appeared`, which must not wait, once what is named is here, at once if it is: a key of a batch entry,
+        ("blocks", 0, model id) or ("cache", cache id, 0). The result takes that back.
+        """
+        watches = self._watches.setdefault(name, set())
+        watches.add(appeared)
+
+        def forget() -> None:
+            watches.discard(appeared)
+            if not watches and self._watches.get(name) is watches:
+                del self._watches[name]
+
+        if self._is_here(name):
+            self._published(name)
+        return forget
+
+    def _is_here(self, name: KeyId) -> bool:
+        kind, number, model = name
+        if kind == "cache":
+            entry = self._entries.get(number)
+            return entry is not None and entry.referenced
+        return model in self._blocks if kind == "blocks" else name in self._keys
+
+    def _published(self, name: KeyId) -> None:
+        for appeared in tuple(self._watches.pop(name, ())):
+            appeared()
 
     def entries(self) -> list[Entry]:
         return list(self._entries.values())
@@ -201,6 +246,7 @@ class Registry:
             self.backend.free(entry.allocation)
         else:
             self.backend.disown(entry.regions)
+            entry.let_go()
 
     def __repr__(self) -> str:
         return f"<Registry caches={len(self._entries)} keys={len(self._keys)} blocks={len(self._blocks)}>"

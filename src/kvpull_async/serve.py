@@ -1,4 +1,5 @@
-"""Answers a peer's requests from the registry. It must not know links, queues of pulls or concrete transports.
+"""Answers a peer's requests from the registry, and sees to its offers. It must not know links, queues of pulls or
+concrete transports.
 
 Every request is checked here against this node's own descriptor, whatever the peer claims. Requests of one lane are
 served one after another; the source's memory stays pinned until its bytes have left or the lease has ended.
@@ -9,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -23,33 +24,22 @@ from kvpull_async._workers import Workers
 from kvpull_async.lane import Lane
 from kvpull_async.memory.base import FEW_ROWS, FEW_TENSORS, Batches, Span, planned
 from kvpull_async.observe import Counters, Log
-from kvpull_async.offers import Issued, Offer
+from kvpull_async.offers import Offer, PeerRecord
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
+from kvpull_async.receiving import Receiving
 from kvpull_async.registry import Pin, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.base import DataPath, Transfer, moved
+from kvpull_async.watching import Watching
 
-__all__ = ["PeerRecord", "Serving"]
+__all__ = ["Serving"]
 
-_ISSUED_LIMIT: Final = 4096
 _REASON_LIMIT: Final = 1000
 _SMALL: Final = 128 * 1024
 """Most bytes of an answer that is made on the spot."""
 _AT_ONCE: Final = 8
 """Most requests answered on the spot of those that came together; for the others, others have their turns first."""
-
-
-@dataclass
-class PeerRecord:
-    """What one incarnation of a peer holds. It outlives connections, since a DONE may come on a later one."""
-
-    issued: OrderedDict[bytes, Issued] = field(default_factory=OrderedDict)
-
-    def issue(self, grant_id: bytes, issued: Issued) -> None:
-        self.issued[grant_id] = issued
-        if len(self.issued) > _ISSUED_LIMIT:
-            self.issued.popitem(last=False)
 
 
 @dataclass
@@ -61,6 +51,9 @@ class _Lease:
     pin: Pin
     transfer: Transfer
     timer: asyncio.TimerHandle
+
+
+_Asked = tuple["frames.Request | frames.Offer", bytes, Deadline]
 
 
 class Serving:
@@ -78,6 +71,8 @@ class Serving:
         counters: Counters,
         inline_limit: int,
         lease_margin: float,
+        settle_timeout: float,
+        pushes_by_key: bool,
         peer_left: Callable[[], None],
     ) -> None:
         self._lane = lane
@@ -90,20 +85,37 @@ class Serving:
         self._inline_limit = inline_limit
         self._lease_margin = lease_margin
         self._peer_left = peer_left
-        self._waiting: deque[tuple[frames.Request, bytes, Deadline]] = deque()
+        self._receiving = Receiving(
+            lane,
+            path,
+            registry=registry,
+            workers=workers,
+            log=self._log,
+            counters=counters,
+            by_key=pushes_by_key,
+            settle_timeout=settle_timeout,
+        )
+        self._watching = Watching(lane, registry)
+        self._waiting: deque[_Asked] = deque()
         self._task: asyncio.Task[None] | None = None
-        self._current: int | None = None
+        self._current: frames.Request | frames.Offer | None = None
         self._released = False
         self._leases: dict[bytes, _Lease] = {}
         self._last: tuple[int, Transfer] | None = None
+        self._streamed = 0  # the last offer whose bytes are sent
         self._turn = self._in_turn = 0
 
     def receive(self, message: Message, tail: bytes) -> None:
         """A message of the peer's requesting side. Never waits."""
         if isinstance(message, frames.Request):
             if self._task is not None or self._waiting or not self._answered(message, tail):
-                self._waiting.append((message, tail, Deadline.after_ms(message.remaining_ms)))
-                self._next()
+                self._queue(message, tail)
+        elif isinstance(message, frames.Offer):
+            if not message.inline and message.ticket is None:
+                self._streamed = message.request_id
+            self._queue(message, tail)
+        elif isinstance(message, frames.Watch):
+            self._watching.begin(message)
         elif isinstance(message, frames.Cancel):
             self._cancel(message.request_id)
         elif isinstance(message, frames.Done):
@@ -127,6 +139,7 @@ class Serving:
     def abort(self) -> None:
         """The lane is over: stop everything and give the pins back as it settles."""
         self._waiting.clear()
+        self._watching.abort()
         if self._task is not None:
             self._task.cancel()
         for grant_id in list(self._leases):
@@ -134,29 +147,51 @@ class Serving:
 
     # -- one after another ------------------------------------------------------------------------------------------
 
+    def _queue(self, asked: frames.Request | frames.Offer, tail: bytes) -> None:
+        self._waiting.append((asked, tail, Deadline.after_ms(asked.remaining_ms)))
+        self._next()
+
     def _next(self) -> None:
         if self._task is None and self._waiting:
-            request, tail, deadline = self._waiting.popleft()
-            self._current, self._released = request.request_id, False
-            self._task = asyncio.get_running_loop().create_task(
-                self._serve(request, tail, deadline), name="kvpull-serve"
-            )
+            asked, tail, deadline = self._waiting.popleft()
+            self._current, self._released = asked, False
+            serve = self._serve if isinstance(asked, frames.Request) else self._receive
+            work = serve(asked, tail, deadline)  # type: ignore[arg-type]  # each gets its own kind
+            self._task = asyncio.get_running_loop().create_task(work, name="kvpull-serve")
             self._task.add_done_callback(self._served)
 
     def _served(self, task: asyncio.Task[None]) -> None:
-        self._task = self._current = None
+        current, self._task, self._current = self._current, None, None
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed(error)
+        elif task.cancelled() and isinstance(current, frames.Offer):
+            self._never_took(current)  # it may not even have begun; a second word on it is dropped there
         self._next()
 
+    async def _receive(self, offer: frames.Offer, tail: bytes, deadline: Deadline) -> None:
+        try:
+            await self._receiving.fulfil(offer, tail, deadline)
+        finally:
+            self._lane.session.end_request(offer.request_id)
+
+    def _never_took(self, offer: frames.Offer) -> None:
+        reason = "the offer was withdrawn before it was taken"
+        self._lane.post(frames.Result(offer.request_id, int(LLMStatusCode.LLM_LINK_FAILED), reason, unsafe=False))
+
     def _cancel(self, request_id: int) -> None:
-        """The puller has given up: stop, and break the payload connection that may hold bytes of that request."""
+        """The peer has given up: stop, and break the payload connection that may hold bytes of that request."""
+        for asked, _, _ in self._waiting:
+            if asked.request_id == request_id and isinstance(asked, frames.Offer):
+                self._never_took(asked)
         self._waiting = deque(item for item in self._waiting if item[0].request_id != request_id)
+        self._watching.end(request_id)
         self._lane.session.end_request(request_id)
-        if self._current == request_id and self._task is not None:
+        if self._current is not None and self._current.request_id == request_id and self._task is not None:
             self._task.cancel()
         if self._last is not None and self._last[0] == request_id:
             self._last[1].abort()
+        if request_id == self._streamed:
+            self._path.give_up()
         for lease in [lease for lease in self._leases.values() if lease.request_id == request_id]:
             self._withdraw(lease.grant_id)
 

@@ -8,7 +8,6 @@ from kvpull_async import (
     CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
-    CacheTask,
     DataType,
     KvCache,
     LayerSynchronizer,
@@ -30,7 +29,8 @@ from kvpull_async import (
     TransferWithCacheKeyConfig,
     allocate_shared,
 )
-from kvpull_sync.face import CacheManager, KvCacheManager, LLMDataDist
+from kvpull_sync.face import CacheManager, CacheTask, KvCacheManager, LLMDataDist
+from kvpull_sync.stand_in import install
 
 __all__ = [
     "BlocksCacheKey",
@@ -69,9 +69,7 @@ __all__ = [
 def install_as_llm_datadist() -> None:
     """Make `import llm_datadist` resolve to this package, for programs that are not to be edited.
 
-    Call it before they are imported. RuntimeError when another `llm_datadist` has been imported already.
+    Call it before they are imported. The original's modules that programs import from are there as well. RuntimeError
+    when another `llm_datadist` has been imported already.
     """
-    present = sys.modules.get("llm_datadist")
-    if present is not None and present is not sys.modules[__name__]:
-        raise RuntimeError(f"llm_datadist is imported already, from {getattr(present, '__file__', 'elsewhere')}")
-    sys.modules["llm_datadist"] = sys.modules[__name__]
+    install(sys.modules[__name__])

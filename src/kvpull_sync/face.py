@@ -8,11 +8,12 @@ It must not contain logic of its own.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 from kvpull_async import (
     LLMClusterInfo,
     LLMRole,
+    RegisterMemStatus,
 )
 from kvpull_async.entry import (
     Address,
@@ -20,11 +21,11 @@ from kvpull_async.entry import (
     LinkResult,
     blocked,
     close_bounded,
-    not_enabled,
 )
 from kvpull_sync.face_managers import CacheManager, KvCacheManager
+from kvpull_sync.face_tasks import CacheTask
 
-__all__ = ["CacheManager", "KvCacheManager", "LLMDataDist"]
+__all__ = ["CacheManager", "CacheTask", "KvCacheManager", "LLMDataDist"]
 
 
 class LLMDataDist:
@@ -127,18 +128,15 @@ class LLMDataDist:
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
         """As `kvpull_async.LLMDataDist.link`, blocking."""
-        self._core.needs_newer("link")
-        not_enabled("link")
+        return blocked(self._core.engine, self._core.link(comm_name, cluster_rank_info, rank_table))
 
     def unlink(self, comm_id: int) -> None:
         """As `kvpull_async.LLMDataDist.unlink`, blocking."""
-        self._core.needs_newer("unlink")
-        not_enabled("unlink")
+        blocked(self._core.engine, self._core.unlink(comm_id))
 
-    def query_register_mem_status(self, comm_id: int) -> NoReturn:
+    def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
         """As `kvpull_async.LLMDataDist.query_register_mem_status`, blocking."""
-        self._core.needs_newer("query_register_mem_status")
-        not_enabled("query_register_mem_status")
+        return blocked(self._core.engine, self._core.query_register_mem_status(comm_id))
 
     def __repr__(self) -> str:
         return f"<LLMDataDist cluster={self.cluster_id} {self._core.role.name}>"

@@ -5,7 +5,7 @@ They must not contain logic of their own.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from kvpull_async import (
     BlocksCacheKey,
@@ -14,6 +14,7 @@ from kvpull_async import (
     CacheKey,
     CacheKeyByIdAndIndex,
     KvCache,
+    MemInfo,
     Tensor,
 )
 from kvpull_async.entry import (
@@ -23,16 +24,17 @@ from kvpull_async.entry import (
     Manager,
     Operation,
     blocked,
-    not_enabled,
+    remap_registered_memory,
 )
 from kvpull_sync.face_layers import LandingLayers
+from kvpull_sync.face_tasks import Transferring
 
 __all__ = ["CacheManager", "KvCacheManager"]
 
 T = TypeVar("T")
 
 
-class _Manager:
+class _Manager(Transferring):
     """What the two managers share: the crossing."""
 
     def __init__(self, datadist: DataDist, kind: str) -> None:
@@ -63,6 +65,10 @@ class KvCacheManager(_Manager):
     def deallocate_cache(self, cache: KvCache) -> None:
         """As `kvpull_async.KvCacheManager.deallocate_cache`, blocking."""
         self._run(self._manager.deallocate(cache, blocks=None))
+
+    def publish_cache(self, cache: KvCache, cache_keys: list[CacheKey]) -> None:
+        """As `kvpull_async.KvCacheManager.publish_cache`, blocking."""
+        self._run(self._manager.publish_cache(cache, cache_keys))
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
         """As `kvpull_async.KvCacheManager.remove_cache_key`, blocking."""
@@ -116,15 +122,11 @@ class KvCacheManager(_Manager):
 
     def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
         """As `kvpull_async.KvCacheManager.copy_blocks`, blocking."""
-        not_enabled("copy_blocks")
+        self._run(self._manager.copy_blocks(cache, copy_block_info))
 
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
         """As `kvpull_async.KvCacheManager.swap_blocks`, blocking."""
-        not_enabled("swap_blocks")
-
-    def transfer_cache_async(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """As `kvpull_async.KvCacheManager.transfer_cache_async`, blocking."""
-        not_enabled("transfer_cache_async")
+        self._run(self._manager.swap_blocks(src, dst, src_to_dst))
 
 
 class CacheManager(_Manager):
@@ -149,25 +151,32 @@ class CacheManager(_Manager):
         self._run(self._manager.deallocate(cache, blocks=True))
 
     def register_cache(
-        self, cache_desc: CacheDesc, addrs: list[int], cache_keys: Any = (), remote_accessible: bool | None = None
-    ) -> Cache:
+        self, cache_desc: CacheDesc, addrs: list[int] | None = None, cache_keys: Any = (),
+        remote_accessible: bool | None = None, *, tensors: list[Any] | tuple[Any, ...] | None = None,
+    ) -> Cache:  # fmt: skip
         """As `kvpull_async.CacheManager.register_cache`, blocking."""
-        handle: Cache = self._run(self._manager.register_cache(cache_desc, addrs, cache_keys, remote_accessible))
+        handle: Cache = self._run(
+            self._manager.register_cache(cache_desc, addrs, cache_keys, remote_accessible, tensors)
+        )
         return handle
 
     def register_blocks_cache(
-        self, cache_desc: CacheDesc, addrs: list[int], blocks_cache_key: BlocksCacheKey | None = None,
-        remote_accessible: bool | None = None,
+        self, cache_desc: CacheDesc, addrs: list[int] | None = None, blocks_cache_key: BlocksCacheKey | None = None,
+        remote_accessible: bool | None = None, *, tensors: list[Any] | tuple[Any, ...] | None = None,
     ) -> Cache:  # fmt: skip
         """As `kvpull_async.CacheManager.register_blocks_cache`, blocking."""
         handle: Cache = self._run(
-            self._manager.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible)
+            self._manager.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible, tensors)
         )
         return handle
 
     def unregister_cache(self, cache_id: int) -> None:
         """As `kvpull_async.CacheManager.unregister_cache`, blocking."""
         self._run(self._manager.unregister_cache(cache_id))
+
+    def publish_cache(self, cache: Cache, cache_keys: list[CacheKey]) -> None:
+        """As `kvpull_async.CacheManager.publish_cache`, blocking."""
+        self._run(self._manager.publish_cache(cache, cache_keys))
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
         """As `kvpull_async.CacheManager.remove_cache_key`, blocking."""
@@ -225,24 +234,32 @@ class CacheManager(_Manager):
 
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
         """As `kvpull_async.CacheManager.copy_blocks`, blocking."""
-        not_enabled("copy_blocks")
+        self._run(self._manager.copy_blocks(cache, copy_block_info))
 
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
         """As `kvpull_async.CacheManager.swap_blocks`, blocking."""
-        not_enabled("swap_blocks")
+        self._run(self._manager.swap_blocks(src_cache, dst_cache, src_to_dst))
 
-    def push_cache(self, *args: Any, **kwargs: Any) -> None:
+    def push_cache(
+        self, dst_cache_key: CacheKeyByIdAndIndex, src_cache: Cache, src_batch_index: int = 0,
+        src_layer_range: range | None = None, dst_layer_range: range | None = None, size: int = -1,
+        tensor_num_per_layer: int = 2, *, timeout: float | None = None, traceparent: str | None = None,
+    ) -> None:  # fmt: skip
         """As `kvpull_async.CacheManager.push_cache`, blocking."""
-        not_enabled("push_cache")
+        options = {"timeout": timeout, "traceparent": traceparent}
+        where = (src_batch_index, src_layer_range, dst_layer_range, size, tensor_num_per_layer)
+        self._run(self._manager.push_cache(dst_cache_key, src_cache, *where, options))
 
-    def push_blocks(self, *args: Any, **kwargs: Any) -> None:
+    def push_blocks(
+        self, dst_cache_key: BlocksCacheKey, src_cache: Cache, src_blocks: Any = (), dst_blocks: Any = (),
+        src_layer_range: range | None = None, dst_layer_range: range | None = None, tensor_num_per_layer: int = 2, *,
+        timeout: float | None = None, traceparent: str | None = None,
+    ) -> None:  # fmt: skip
         """As `kvpull_async.CacheManager.push_blocks`, blocking."""
-        not_enabled("push_blocks")
+        options = {"timeout": timeout, "traceparent": traceparent}
+        where = (src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        self._run(self._manager.push_blocks(dst_cache_key, src_cache, *where, options))
 
-    def transfer_cache_async(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """As `kvpull_async.CacheManager.transfer_cache_async`, blocking."""
-        not_enabled("transfer_cache_async")
-
-    def remap_registered_memory(self, mem_infos: Any) -> None:
+    def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
         """As `kvpull_async.CacheManager.remap_registered_memory`, blocking."""
-        not_enabled("remap_registered_memory")
+        remap_registered_memory(mem_infos)

@@ -38,7 +38,7 @@ class Row:
     expect: Expectation
     differs: str | None = None
     setup: dict[str, Any] = field(default_factory=dict)
-    transports: tuple[str, ...] = ("inproc", "tcp")
+    transports: tuple[str, ...] = ("inproc", "tcp", "shm")
 
     @property
     def managers(self) -> tuple[str, ...]:

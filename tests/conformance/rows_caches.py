@@ -8,7 +8,19 @@ from typing import Any
 import numpy as np
 
 from kvpull_async import Cache, CacheDesc, DataType, KvCache, LLMStatusCode, Placement
-from tests.conformance.row import PI, Move, Row, delivers, for_manager, key, lacks, raises, succeeds
+from tests.conformance.row import (
+    PI,
+    Move,
+    Row,
+    delivers,
+    failure,
+    for_manager,
+    is_error,
+    key,
+    lacks,
+    raises,
+    succeeds,
+)
 from tests.conformance.scene import BOTH, INVALID_ID, NEW, Layout, Scene
 
 LOCAL = {"local": True, "linked": False}
@@ -66,19 +78,23 @@ def copies(**kwargs: Any) -> Any:
     return lambda f: f.api.do(f.of(f.source).copy_cache, f.d, f.s, **kwargs)
 
 
-def swaps(src_to_dst: dict[int, int], *, host: bool) -> Any:
-    """Of the caches it would swap between only the kind matters here."""
+def refuses_swap(src_to_dst: dict[int, int], *, host: bool) -> Any:
+    """From host or device blocks into those of a device cache. The next swap on them is right."""
 
-    async def call(f: Scene) -> Any:
-        kind = Cache if f.setup.manager == NEW else KvCache
-        desc = Layout(placement=Placement.HOST).desc()
-        source = kind.create_cpu_cache(desc, f.memory(Layout())) if host else f.s
-        return await f.api.do(f.of(f.source).swap_blocks, source, f.d, src_to_dst)
+    async def call(f: Scene) -> None:
+        swap, kind = f.of(f.source).swap_blocks, Cache if f.setup.manager == NEW else KvCache
+        device, other = [await f.allocate_blocks(node=f.source) for _ in range(2)]
+        desc, memory = Layout(placement=Placement.HOST).desc(), np.full((4, 4, 512), 7, np.uint8)
+        cpu = kind.create_cpu_cache(desc, [tensor.ctypes.data for tensor in memory])
+        error = await failure(lambda: f.api.do(swap, cpu if host else other, device, src_to_dst))
+        assert is_error(error, PI), repr(error)
+        assert not f.content(device).any(), "a refused swap wrote to the destination"
+        assert await f.api.do(swap, cpu, device, {1: 3, 2: 0}) is None
+        assert (f.content(device)[:, [0, 3]] == 7).all()
+        assert not f.content(device)[:, [1, 2]].any()
 
     return call
 
-
-LATER = raises(LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
 
 ROWS = [
     Row(94, BOTH, allocates_without_a_pool, succeeds(), differs="pools-are-optional", setup=UNLINKED),
@@ -106,6 +122,6 @@ ROWS = [
     Row(115, BOTH, copies(), raises(PI), setup=SMALLER),
     Row(116, BOTH, copies(size=0), raises(PI), setup=LOCAL),
     Row(116, BOTH, (copies(offset=-1), copies(req_id=-1)), raises(ValueError), setup=LOCAL),
-    Row(120, BOTH, swaps({0: 0}, host=False), LATER, differs="not-in-this-version", setup=LOCAL),
-    Row(121, BOTH, swaps({0: 5}, host=True), LATER, differs="not-in-this-version", setup=LOCAL),
+    Row(120, BOTH, refuses_swap({0: 0}, host=False), succeeds(), setup=LOCAL),
+    Row(121, BOTH, refuses_swap({0: 5}, host=True), succeeds(), setup=LOCAL),
 ]  # fmt: skip

@@ -74,7 +74,7 @@ async def unlinks_from_a_peer_that_is_gone(f: Scene) -> None:
 async def unlinks_from_a_peer_that_is_silent(f: Scene) -> None:
     f.address = f.source.listen_address
     with stalled(f.source):
-        assert await unlink(f, timeout=300) == (TIMEOUT, [TIMEOUT])
+        assert await unlink(f, timeout=100) == (TIMEOUT, [TIMEOUT])
     await all_there(f)
     with stalled(f.source):
         assert await unlink(f, force=True) == (SUCCESS, [SUCCESS])
@@ -149,7 +149,7 @@ async def gives_up_on_a_stalled_source(f: Scene) -> None:
         took = time.monotonic() - began
     assert isinstance(error, LLMTimeoutError)
     assert error.status_code == expected
-    assert 0.3 <= took < 10, took  # far from prompt only because the machine may be busy
+    assert 0.1 <= took < 10, took  # far from prompt only because the machine may be busy
     assert not f.content(f.d).any()
     spare = await f.allocate(Layout())
     for number, key in enumerate(f.r):
@@ -159,7 +159,7 @@ async def gives_up_on_a_stalled_source(f: Scene) -> None:
 
 
 RAISE = {"options": (("kvpull.LinkBusyPolicy", "raise"),)}
-SHORT = {"options": (("llm.SyncKvCacheWaitTime", "300"),)}
+SHORT = {"options": (("llm.SyncKvCacheWaitTime", "100"),)}
 
 LIVING = [
     no_node(141, lambda f: f.api.package.LLMDataDist(1, 1), raises(TypeError)),

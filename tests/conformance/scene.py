@@ -130,6 +130,13 @@ class Scene:
         self._kept.append(cache)
         return cache
 
+    async def allocate_blocks(self, layout: Layout = Layout(), *, node: Any = None) -> Any:
+        """A blocks cache without a key, by default on the destination."""
+        manager = self.of(self.destination if node is None else node)
+        cache = await self.api.do(manager.allocate_blocks_cache, layout.desc())
+        self._kept.append(cache)
+        return cache
+
     async def publish(self, keys: Sequence[CacheKey], layout: Layout = Layout()) -> Any:
         """A filled cache on the source, under these keys."""
         cache = await self.allocate(layout, keys, node=self.source)

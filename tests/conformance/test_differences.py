@@ -25,7 +25,7 @@ from kvpull_async import (
 from tests.conformance.api import AWAITED, BLOCKING
 from tests.conformance.row import PI, all_there, failure, is_error
 from tests.conformance.rule import RuleCase, Rules
-from tests.conformance.scene import NEW, OLD, SOURCE, Layout, Scene
+from tests.conformance.scene import BOTH, NEW, OLD, SOURCE, Layout, Scene
 
 RULES = Rules()
 rule = RULES.rule
@@ -74,6 +74,17 @@ async def unknown_options(f: Scene) -> None:
     assert is_error(error, PI)
     assert "llm.listenIpInfo" in str(error)
     await f.node(LLMRole.MIX, 1, **{"ge.whatever": "1"})
+
+
+@rule(NEW, differs="switches-are-1-or-0", **NOTHING)
+async def values_of_options(f: Scene) -> None:
+    node = f.api.package.LLMDataDist(LLMRole.MIX, 1)
+    wrong = {f"llm.Enable{name}": "true" for name in ("CacheManager", "RemoteCacheAccessible", "SwitchRole")}
+    wrong |= {"llm.RdmaServiceLevel": "high", "llm.MemoryUtilization": "2", "llm.ClusterInfo": "{"}
+    for name, text in wrong.items():
+        error = await failure(lambda name=name, text=text: f.api.do(node.init, {name: text}))  # type: ignore[misc]
+        assert is_error(error, PI)
+        assert name in str(error)
 
 
 @rule(NEW, differs="numbers-of-keys-are-checked-at-once", **NOTHING)
@@ -135,6 +146,49 @@ async def two_sources_for_one_block(f: Scene) -> None:
     assert not f.content(target).any()
     await f.pull_blocks(BlocksCacheKey(SOURCE), target, [3, 3], [2, 2])
     assert np.array_equal(f.content(target)[:, 2], f.image(source)[:, 3])
+
+
+async def filled_blocks(f: Scene) -> Any:
+    """A blocks cache of the destination, whose blocks are all different, and what is in it."""
+    cache = await f.api.do(f.of(f.destination).allocate_blocks_cache, Layout().desc())
+    f.fill(cache)
+    return cache, f.content(cache)
+
+
+@rule(BOTH, differs="block-copies-are-checked-first", **UNLINKED)
+async def block_copies_change_all_or_nothing(f: Scene) -> None:
+    copy = f.of(f.destination).copy_blocks
+    cache, before = await filled_blocks(f)
+    for wrong in ({0: [1], 1: [4]}, {0: [1], 4: [2]}):
+        assert is_error(await failure(lambda wrong=wrong: f.api.do(copy, cache, wrong)), PI)  # type: ignore[misc]
+        assert np.array_equal(f.content(cache), before)
+    await f.api.do(copy, cache, {})
+    assert np.array_equal(f.content(cache), before)
+    await f.api.do(copy, cache, {2: [0, 3]})
+    assert np.array_equal(f.content(cache), before[:, [2, 1, 2, 2]])
+
+
+@rule(BOTH, differs="block-copies-are-checked-first", **UNLINKED)
+async def destinations_of_a_swap_are_integers(f: Scene) -> None:
+    manager, kind = f.of(f.destination), KvCache if f.setup.manager == OLD else Cache
+    cache, before = await filled_blocks(f)
+    cpu = kind.create_cpu_cache(HOST.desc(), f.memory(HOST))
+    for wrong in (None, "1", 1.0, [1]):
+        error = await failure(lambda wrong=wrong: f.api.do(manager.swap_blocks, cpu, cache, {0: wrong}))  # type: ignore[misc]
+        assert type(error) is TypeError
+    assert np.array_equal(f.content(cache), before)
+
+
+@rule(BOTH, differs="block-copies-read-first", **UNLINKED)
+async def blocks_that_are_read_and_overwritten(f: Scene) -> None:
+    copy = f.of(f.destination).copy_blocks
+    for copies, order in (({0: [1], 1: [2]}, [0, 0, 1, 3]), ({3: [0], 0: [3]}, [3, 1, 2, 0])):
+        cache, before = await filled_blocks(f)
+        await f.api.do(copy, cache, copies)
+        assert np.array_equal(f.content(cache), before[:, order])
+    cache, before = await filled_blocks(f)
+    assert is_error(await failure(lambda: f.api.do(copy, cache, {0: [2], 1: [2]})), PI)
+    assert np.array_equal(f.content(cache), before)
 
 
 @rule(NEW, differs="blocks-from-an-entry-stop-at-its-end")

@@ -17,11 +17,13 @@ from kvpull_async import (
     LLMRole,
     LLMStatusCode,
     LLMTimeoutError,
+    RegisterMemStatus,
 )
 from tests.conformance.api import AWAITED, BLOCKING
 from tests.conformance.row import KNE, PI, all_there, failure, is_error, key, lacks
 from tests.conformance.rule import RuleCase, Rules
-from tests.conformance.scene import INVALID_ID, NEW, OLD, SOURCE, Layout, Scene, cluster_info, stalled
+from tests.conformance.scene import DESTINATION, INVALID_ID, NEW, OLD, SOURCE, Layout, Scene, cluster_info, stalled
+from tests.ranks import device, table
 
 RULES = Rules()
 rule = RULES.rule
@@ -29,6 +31,52 @@ rule = RULES.rule
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 NOTHING = {"nodes": False}
 UNLINKED = {"linked": False}
+
+
+# -- links by rank table -----------------------------------------------------------------------------------------------
+
+
+def ranks(f: Scene, ip: str = "10.1.1.1") -> tuple[Any, ...]:
+    """The arguments of `link`: both ranks on one server, whose devices' addresses lead nowhere here."""
+    return (f"conformance {id(f)}", {SOURCE: 0, DESTINATION: 1}, table([device(0, ip), device(1, ip)]))
+
+
+async def becomes(f: Scene, node: Any, comm_id: int, status: RegisterMemStatus = RegisterMemStatus.OK) -> None:
+    give_up = time.monotonic() + 20
+    while await f.api.do(node.query_register_mem_status, comm_id) is not status:
+        assert time.monotonic() < give_up, status
+        time.sleep(0.005)  # noqa: ASYNC251  (the blocking API has no loop; the engine has a thread)
+
+
+async def meet(f: Scene, arguments: tuple[Any, ...]) -> list[int]:
+    comms = [await f.api.do(node.link, *arguments) for node in (f.destination, f.source)]
+    for node, comm_id in zip((f.destination, f.source), comms, strict=True):
+        await becomes(f, node, comm_id)
+    return comms
+
+
+@rule(NEW, differs="rank-tables-need-no-device-network", **UNLINKED)
+async def ranks_of_one_server_meet_on_the_loopback(f: Scene) -> None:
+    assert await meet(f, ranks(f)) == [1, 1]
+    await all_there(f)
+
+
+@rule(NEW, differs="rank-tables-need-no-device-network", **UNLINKED)
+async def a_rank_that_cannot_be_listened_for(f: Scene) -> None:
+    name, members, _ = ranks(f)
+    apart = table([device(0, "198.51.100.7")], [device(1, "198.51.100.8")])
+    assert is_error(await failure(lambda: f.api.do(f.source.link, name, members, apart)), PI)
+
+
+@rule(NEW, differs="comms-come-back", **UNLINKED)
+async def a_comm_of_a_member_that_unlinked(f: Scene) -> None:
+    arguments = ranks(f)
+    await meet(f, arguments)
+    await f.api.do(f.source.unlink, 1)
+    await becomes(f, f.destination, 1, RegisterMemStatus.FAILED)
+    await f.api.do(f.destination.unlink, 1)
+    assert await meet(f, arguments) == [2, 2]
+    await all_there(f)
 
 
 # -- links and time ----------------------------------------------------------------------------------------------------
@@ -126,6 +174,23 @@ async def nodes_of_one_id(f: Scene) -> None:
     assert is_error(await failure(lambda: f.pull(f.r[0], f.d)), PI)
     await f.link(f.destination, f.source)
     await all_there(f)
+
+
+@rule(NEW, differs="links-of-hixl-serve-both-sides", remote_access=True, **NOTHING)
+async def one_link_of_hixl_is_enough_and_the_other_side_may_link_too(f: Scene) -> None:
+    hixl = {"llm.TransferBackend": "hixl"}
+    f.source = await f.node(LLMRole.PROMPT, SOURCE, listen=True, **hixl)
+    f.destination = await f.node(LLMRole.DECODER, DESTINATION, listen=True, **hixl)
+    f.s, f.d = await f.publish(f.r), await f.allocate()
+    await f.link(f.source, f.destination)
+    await all_there(f)
+    await f.link(f.destination, f.source)
+    assert f.destination.counters["links_up"] == f.source.counters["links_up"] == 1
+    info = cluster_info(DESTINATION, f.destination.listen_address)
+    answer = await f.api.do(f.source.link_clusters, [info])
+    assert answer == (LLMStatusCode.LLM_ALREADY_LINK, [LLMStatusCode.LLM_ALREADY_LINK])
+    for node, other in ((f.source, DESTINATION), (f.destination, SOURCE)):
+        assert await f.api.do(node.unlink_clusters, [cluster_info(other)]) == (SUCCESS, [SUCCESS])
 
 
 @rule(NEW, differs="remote-caches-are-looked-up-afresh", remote_access=True, d=Layout(shape=(4, 100)))

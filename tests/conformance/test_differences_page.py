@@ -1,4 +1,7 @@
-"""docs/coming-from-llm_datadist.md: that it is complete, and what it says of names that are not in this version."""
+"""docs/coming-from-llm_datadist.md: that every difference is on it, and what it says of names without a use here yet.
+
+Its table of names is compared in test_names_table.py.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,25 @@ from pathlib import Path
 
 import pytest
 
-import kvpull_async
-import kvpull_sync
 from kvpull_async import (
-    CacheTask,
     LLMRole,
     LLMStatusCode,
+    MemInfo,
+    Memtype,
 )
-from tests.conformance import test_differences, test_differences_links, test_key_binding, test_keys, test_rows
+from tests.conformance import (
+    test_differences,
+    test_differences_links,
+    test_differences_pushes,
+    test_differences_transfers,
+    test_key_binding,
+    test_keys,
+    test_rows,
+)
 from tests.conformance.api import AWAITED, BLOCKING
 from tests.conformance.row import PI, failure, is_error
 from tests.conformance.rule import RuleCase, Rules
-from tests.conformance.scene import NEW, OLD, Scene
+from tests.conformance.scene import NEW, Scene
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-llm_datadist.md"
 RULES = Rules()
@@ -28,19 +38,12 @@ LATER = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 NOTHING = {"nodes": False}
 
 
-@rule(differs="not-in-this-version")
-async def what_comes_later(f: Scene) -> None:
-    for where, name in later_names():
-        target = {"LLMDataDist": f.destination, "CacheTask": CacheTask(None)}.get(where)
-        if target is None:
-            target = f.destination.kv_cache_manager if where == "KvCacheManager" else f.destination.cache_manager
-        method = getattr(target, name)
-        arguments = {"link": ("comm", {1: 0}, "{}"), "copy_blocks": (f.d, {}), "swap_blocks": (f.d, f.d, {})}.get(name)
-        if arguments is None:
-            arguments = () if where == "CacheTask" or "transfer" in name or "push" in name else (1,)
-        error = await failure(lambda method=method, arguments=arguments: f.api.do(method, *arguments))  # type: ignore[misc]
-        older = where == "LLMDataDist" and f.setup.manager == OLD
-        assert is_error(error, PI if older else LATER), (where, name, error)
+@rule(NEW, differs="nothing-to-remap", remote_access=True)
+async def memory_is_not_mapped_again(f: Scene) -> None:
+    remap, info = f.destination.cache_manager.remap_registered_memory, MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 64)
+    assert is_error(await failure(lambda: f.api.do(remap, [info, None])), PI)
+    for infos in (info, [info]):
+        assert is_error(await failure(lambda infos=infos: f.api.do(remap, infos)), LATER)  # type: ignore[misc]
 
 
 @rule(NEW, differs="not-in-this-version", **NOTHING)
@@ -73,14 +76,9 @@ def documented() -> list[str]:
     return re.findall(r"^### (\S+)$", section, re.MULTILINE)
 
 
-def later_names() -> list[tuple[str, str]]:
-    """(class, method) of the page's table of what is not in this version."""
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-    return [(where, name) for where, names in rows for name in re.findall(r"`(\w+)`", names)]
-
-
 def named_by_tests() -> set[str]:
-    modules = (test_keys, test_key_binding, test_differences, test_differences_links)
+    differences = (test_differences, test_differences_links, test_differences_pushes, test_differences_transfers)
+    modules = (test_keys, test_key_binding, *differences)
     rules = [*RULES.all, *(rule for module in modules for rule in module.RULES.all)]
     return {row.differs for row in test_rows.ROWS if row.differs} | {rule.differs for rule in rules if rule.differs}
 
@@ -101,8 +99,3 @@ def test_no_difference_is_documented_twice() -> None:
 def test_every_difference_says_what_the_original_does_what_kvpull_does_and_why(entry: str) -> None:
     text = PAGE.read_text().split(f"\n### {entry}\n\n")[1].split("\n\n#")[0]
     assert re.findall(r"^- (\w+):", text, re.MULTILINE) == ["Original", "kvpull", "Why"]
-
-
-def test_the_page_lists_every_name() -> None:
-    listed = set(re.findall(r"`(\w+)`", PAGE.read_text().split("\n## Names\n")[1].split("\n| where")[0]))
-    assert listed - {"kvpull_sync", "LLM_FEATURE_NOT_ENABLED"} == {*kvpull_async.__all__, *kvpull_sync.__all__}

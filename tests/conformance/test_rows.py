@@ -1,4 +1,4 @@
-"""Every conformance row of pull_cache, caches, nodes, links and configuration, for both faces and on every transport.
+"""Every conformance row of the original, for both faces and on every transport.
 
 The number in a test's name is that of the row: `row040-new-tcp` is row 40 with the newer manager over tcp.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance import rows_caches, rows_lifecycle, rows_pull
+from tests.conformance import rows_blocks, rows_caches, rows_lifecycle, rows_pull
 from tests.conformance.api import AWAITED, BLOCKING
 from tests.conformance.row import Case, cases, play
+from tests.conformance.scene import NEW, Setup, scene
 
-ROWS = [*rows_pull.ROWS, *rows_caches.ROWS, *rows_lifecycle.ROWS]
+ROWS = [*rows_pull.ROWS, *rows_caches.ROWS, *rows_blocks.ROWS, *rows_lifecycle.ROWS]
 CASES = cases(ROWS)
 
 NUMBERS = {
@@ -20,9 +21,10 @@ NUMBERS = {
     *(66, 67, 68, 71, 73, 74, 75, 77, 78, 79, 80, 81),
     *(83, 84, 85, 86, 88, 90, 91, 92),
     *(94, 98, 100, 101, 103, 104, 107, 108, 109, 111, 112, 113, 115, 116, 120, 121),
+    *(122, 128, 129, 130, 131, 132, 133, 136, 137, 138, 139),
     *(141, 147, 148, 149, 150, 151, 154, 157, 160, 162, 163, 164, 166, 167, 168, 169, 170, 173, 175, 176),
 }
-"""All rows but those about blocks, pushes and transfers (122 to 139), by section."""
+"""All rows, by section."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -37,3 +39,17 @@ def test_row_blocking(case: Case) -> None:
 
 def test_no_row_was_forgotten() -> None:
     assert {row.number for row in ROWS} == NUMBERS
+
+
+def test_every_row_runs_on_every_transport() -> None:
+    """But for those that make no node."""
+    for row in ROWS:
+        wanted = set() if row.setup.get("nodes") is False else {"inproc", "tcp", "shm"}
+        assert set(row.transports) == wanted, f"row {row.number}"
+
+
+@pytest.mark.parametrize("transport", ["inproc", "tcp", "shm"])
+async def test_the_transport_of_a_row_is_the_one_that_carries_its_bytes(transport: str) -> None:
+    async with scene(AWAITED, Setup(manager=NEW, transport=transport)) as made:
+        (link,) = made.destination._core.engine.links.all()
+        assert link.path.name == transport

@@ -15,9 +15,11 @@ from kvpull_async import (
     CacheKey,
     CacheKeyByIdAndIndex,
     CacheManager,
+    CacheTask,
     DataType,
     KvCache,
     KvCacheManager,
+    LayerSynchronizer,
     LLMClusterInfo,
     LLMConfig,
     LlmConfig,
@@ -28,6 +30,8 @@ from kvpull_async import (
     LLMTimeoutError,
     Placement,
     Tensor,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
 )
 
 
@@ -81,6 +85,23 @@ async def older(manager: KvCacheManager, desc: CacheDesc) -> None:
     await manager.deallocate_cache(cache)
 
 
+class Computed(LayerSynchronizer):
+    async def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        return layer_index >= 0
+
+
+async def transfers(manager: CacheManager, cache: Cache) -> None:
+    task = manager.transfer_cache_async(cache, Computed(), [TransferConfig(2, [16, 32])], None, (0,), 4096, timeout=50)
+    _ = assert_type(task, CacheTask)
+    assert_type(await task, LLMStatusCode)
+    assert_type(await task.synchronize(timeout_in_millis=10), LLMStatusCode)
+    assert_type(await task.get_results(), list[LLMStatusCode | None])
+    assert_type(task.exceptions, list[BaseException | None])
+    by_key = TransferWithCacheKeyConfig(BlocksCacheKey(2), range(1), range(1))
+    _ = manager.transfer_cache_async(cache, Computed(), (by_key,), [0], [0])
+    _ = manager.transfer_cache_async(cache, None, [])  # type: ignore[arg-type]
+
+
 async def newer(manager: CacheManager, desc: CacheDesc) -> None:
     array = np.zeros((2, 4, 16), np.float16)
     cache = await manager.register_blocks_cache(desc, [array.ctypes.data], BlocksCacheKey(1, 0), remote_accessible=True)
@@ -88,6 +109,7 @@ async def newer(manager: CacheManager, desc: CacheDesc) -> None:
     assert_type(cache.tensor_addrs, list[int])
     await manager.pull_blocks(BlocksCacheKey(1, 0), cache, [1], (2,), traceparent="00-...")
     await manager.pull_cache(CacheKey(1, 2), cache=cache)
+    await manager.register_cache(desc, cache_keys=[CacheKey(1, 2)], tensors=(array,))
     await manager.unregister_cache(cache.cache_id)
     await manager.deallocate_cache(await manager.allocate_cache(desc))
 

@@ -12,8 +12,10 @@ from kvpull_sync import (
     CacheKey,
     CacheKeyByIdAndIndex,
     CacheManager,
+    CacheTask,
     KvCache,
     KvCacheManager,
+    LayerSynchronizer,
     LLMClusterInfo,
     LLMConfig,
     LLMDataDist,
@@ -21,6 +23,7 @@ from kvpull_sync import (
     LLMRole,
     LLMStatusCode,
     Tensor,
+    TransferConfig,
     install_as_llm_datadist,
 )
 
@@ -54,10 +57,25 @@ def older(manager: KvCacheManager, desc: CacheDesc) -> None:
     manager.deallocate_cache(cache)
 
 
+class Computed(LayerSynchronizer):
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        return layer_index >= 0
+
+
+def transfers(manager: KvCacheManager, cache: KvCache) -> None:
+    task = manager.transfer_cache_async(cache, Computed(), [TransferConfig(2, [16, 32])])
+    assert_type(task, CacheTask)
+    assert_type(task.synchronize(10), LLMStatusCode)
+    assert_type(task.get_results(timeout_in_millis=None), list[LLMStatusCode | None])
+    assert_type(task.exceptions, list[BaseException | None])
+
+
 def newer(manager: CacheManager, desc: CacheDesc) -> None:
     cache = manager.register_cache(desc, [4096], [CacheKey(1, 2)], remote_accessible=None)
     assert_type(cache, Cache)
     manager.register_cache(desc, (4096,))  # type: ignore[arg-type]
+    manager.register_blocks_cache(desc, blocks_cache_key=BlocksCacheKey(1, 0), tensors=[bytearray(8)])
+    manager.register_cache(desc, tensors=bytearray(8))  # type: ignore[arg-type]
     manager.pull_blocks(BlocksCacheKey(1, 0), cache, [0], [1])
     manager.pull_cache(CacheKey(1, 2), cache)
     manager.settled(cache)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvpull_async import LLMClusterInfo, LLMException, LLMRole, LLMStatusCode
+from kvpull_async.crossing import blocked
 from kvpull_async.datadist import DataDist
-from kvpull_async.engine import blocked, close_bounded, end
+from kvpull_async.engine import close_bounded, end
 from tests.duo import OK, cluster, options
+from tests.loop_nodes import event_log
 
 PARAM_INVALID = LLMStatusCode.LLM_PARAM_INVALID
 NOWHERE = ("127.0.0.1", 9)  # the discard port: nobody listens there
@@ -66,7 +69,9 @@ def test_use_before_init_and_after_finalize_is_a_runtime_error() -> None:
         lambda: made.unlink_clusters([], 1, False),
         lambda: made.check_link_status(1),
         lambda: made.switch_role(LLMRole.PROMPT, None),
-        lambda: made.needs_newer("link"),
+        lambda: made.link("comm", {}, ""),
+        lambda: made.unlink(1),
+        lambda: made.query_register_mem_status(1),
     ):
         with pytest.raises(RuntimeError, match="init"):
             call()
@@ -80,6 +85,38 @@ def test_starting_twice_starts_once() -> None:
     assert made.engine is engine
     assert made.drop() is engine
     end(engine)
+
+
+@pytest.mark.parametrize("again", [{"llm.listenIpInfo": "x"}, None])
+def test_a_second_start_with_other_options_does_nothing_and_says_so(again: Any) -> None:
+    made, first = started(link_secret="hush"), options(link_secret="hush")
+    with event_log() as log:
+        assert made.start(first) is None
+        assert made.start({**first, **again, "kvpull.LinkSecret": "hush hush"} if again else again) is None
+        engine = made.drop()
+        assert engine is not None
+        close_bounded(engine)  # writes what is queued
+    told = log.named("config.init_again")
+    other = "kvpull.LinkSecret llm.listenIpInfo" if again else " ".join(sorted(first))
+    assert [event["options"] for event in told] == [other]
+    assert "hush" not in str(told)
+
+
+def test_names_that_nobody_knows_are_told_of_once() -> None:
+    given = {**options(), "llm.SyncKvCacheWaitTimes": "5", "ge.whatever": "1", "llm.RdmaServiceLevel": "4"}
+    with event_log() as log, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVPULL_QUEUE_LIMITS", "hush")
+        made = DataDist(LLMRole.DECODER, 7, dropped=None)
+        opening = made.start(given)
+        assert opening is not None
+        blocked(made.engine, opening)
+        close_bounded(made.engine)
+    told = [(event["option"], event["nearest"]) for event in log.named("config.unknown_option")]
+    assert told == [("llm.SyncKvCacheWaitTimes", "llm.SyncKvCacheWaitTime"), ("ge.whatever", None)]
+    assert [event["option"] for event in log.named("config.ignored_option")] == ["llm.RdmaServiceLevel"]
+    variables = {event["variable"]: event["nearest"] for event in log.named("config.unknown_variable")}
+    assert variables["KVPULL_QUEUE_LIMITS"] == "KVPULL_QUEUE_LIMIT"
+    assert "hush" not in str(log.named("config.unknown_variable"))
 
 
 def test_of_many_threads_that_begin_or_end_it_one_does() -> None:
@@ -218,10 +255,34 @@ def test_unlinking_what_is_not_linked_is_a_success_overall(datadist: DataDist, *
 def test_each_mode_refuses_the_calls_of_the_other(datadist: DataDist) -> None:
     if datadist.newer:
         assert raised(datadist.check_link_status, 1) == PARAM_INVALID
-        datadist.needs_newer("link")
+        for unknown in (datadist.unlink(1), datadist.query_register_mem_status(1)):
+            assert raised(blocked, datadist.engine, unknown) == LLMStatusCode.LLM_NOT_YET_LINK
     else:
-        assert raised(datadist.needs_newer, "link") == PARAM_INVALID
+        assert raised(datadist.link, "comm", {}, "") == PARAM_INVALID
+        assert raised(datadist.unlink, 1) == PARAM_INVALID
+        assert raised(datadist.query_register_mem_status, 1) == PARAM_INVALID
         assert raised(blocked, datadist.engine, datadist.check_link_status(1)) == LLMStatusCode.LLM_NOT_YET_LINK
+
+
+def test_the_hixl_backend_has_no_links_by_rank_table() -> None:
+    made = DataDist(LLMRole.MIX, 1, dropped=None)
+    given = {"llm.LocalCommRes": "", "llm.TransferBackend": "hixl", "llm.listenIpInfo": "127.0.0.1:0"}
+    opening = made.start(given)
+    assert opening is not None
+    blocked(made.engine, opening)
+    try:
+        for call in (partial(made.link, "comm", {}), made.unlink, made.query_register_mem_status):
+            assert raised(call, 1) == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    finally:
+        close_bounded(made.engine)
+
+
+def test_a_comm_id_is_an_unsigned_number(datadist: DataDist) -> None:
+    if datadist.newer:
+        for call in (datadist.unlink, datadist.query_register_mem_status):
+            for wrong, error in ((None, TypeError), ("1", TypeError), (-1, ValueError)):
+                with pytest.raises(error, match="comm_id"):
+                    call(wrong)
 
 
 @pytest.mark.parametrize("role", [None, 2, "PROMPT"])
@@ -230,6 +291,20 @@ def test_the_new_role_is_an_llm_role(datadist: DataDist, role: object) -> None:
         datadist.switch_role(role, None)
     with pytest.raises(TypeError, match="switch_options"):
         datadist.switch_role(LLMRole.PROMPT, ["llm.listenIpInfo"])
+    with pytest.raises(TypeError, match="listenIpInfo"):
+        datadist.switch_role(LLMRole.PROMPT, {"llm.listenIpInfo": None})
+
+
+def test_switching_refuses_options_or_tells_of_them_as_init_does() -> None:
+    made, address = started(enable_cache_manager=True), "127.0.0.1:0"
+    with event_log() as log:
+        assert raised(made.switch_role, LLMRole.MIX, {"listen_ip_info": address}) == PARAM_INVALID
+        misspelt = {"llm.ListenIpInfo": address, "llm.SyncKvCacheWaitTime": "5"}
+        blocked(made.engine, made.switch_role(LLMRole.MIX, misspelt))
+        assert made.engine.listen_address is None
+        close_bounded(made.engine)
+    told = [(event["option"], event["nearest"]) for event in log.named("config.unknown_option")]
+    assert told == [("llm.ListenIpInfo", "llm.listenIpInfo")]
 
 
 def test_the_older_mode_needs_leave_another_role_and_an_address_for_prompts() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from kvpull_async._deadline import Deadline
-from kvpull_async.dialling import dial
-from kvpull_async.linkage import Connection
+from kvpull_async.dialling import acknowledged, dial
+from kvpull_async.link import Link
+from kvpull_async.linkage import Connection, LinkContext
+from kvpull_async.protocol.session import Peer
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.base import Address, ControlChannel
 from tests.kinds import ScriptedKind
@@ -228,3 +230,137 @@ async def test_p1_a_meeting_that_is_interrupted_is_forgotten_and_nothing_is_left
         assert made.mine["fast"].forgotten == [made.token]
         await made.all_gone()
         assert [kind.forgotten for kind in made.theirs.values()] == [[made.token]] * 2
+
+
+# --- a peer that may be found at several addresses ---
+
+
+GROUP = "g" * 32
+
+
+class Meeting:
+    """Node 1 looks for node 2, which lets a group in at one address; the others are nobody's, or say nothing."""
+
+    def __init__(self, kind: str = "tcp") -> None:
+        self.one, self.two = LoopNode(1, transport=kind), LoopNode(2, transport=kind)
+        self.answer: tuple[LLMStatusCode, str] | None = None
+        self.came: list[str] = []
+
+    def refusal(self, peer: Peer, held: Link | None) -> tuple[LLMStatusCode, str] | None:
+        self.came.append(peer.group)
+        return self.answer
+
+    def entered(self, link: Link) -> None: ...
+
+    async def open(self) -> Address:
+        """The door."""
+        self.two.listener = await self.two.transport.listen(
+            ("127.0.0.1", 0), lambda channel: self.two.links.accept(self.two.route, channel, self)
+        )
+        return self.two.listener.address
+
+    def context(self, *addresses: Address) -> LinkContext:
+        return self.one.context.meeting(GROUP, addresses)
+
+
+async def test_a_peer_is_found_at_any_of_its_addresses() -> None:
+    made = Meeting()
+    async with loop_nodes(made.one, made.two, listen=False):
+        door, nobody = await made.open(), ("127.0.0.1", 1)
+        for addresses in ([door, nobody], [nobody, door], [nobody, nobody, door]):
+            connection = await dial(made.context(*addresses), 2, addresses[0], soon())
+            assert connection.peer.incarnation == made.two.context.identity.incarnation
+            connection.abort()
+        assert set(made.came) == {GROUP}
+
+
+async def test_an_address_that_says_nothing_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpull_async.dialling._CANDIDATE", 0.2)
+    made = Meeting()
+    async with loop_nodes(made.one, made.two, listen=False), silent_address() as (silent, connections):
+        door = await made.open()
+        context = made.context(silent, door)
+        for _ in range(2):
+            (await dial(context, 2, silent, soon())).abort()
+        assert len(connections) == 1
+        context = made.context(silent, silent)
+        for _ in range(2):  # but not when there is no other one
+            with pytest.raises(asyncio.TimeoutError):
+                await dial(context, 2, silent, soon())
+        assert len(connections) == 3
+
+
+async def test_a_host_that_cannot_be_connected_to_is_not_tried_at_every_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpull_async.dialling._CONNECTING", 0.05)
+    made, asked, real = Meeting(), [], asyncio.get_running_loop().sock_connect
+    async with loop_nodes(made.one, made.two, listen=False):
+        door = await made.open()
+
+        async def connect(sock: Any, address: Address) -> None:
+            asked.append(address)
+            await (real(sock, address) if address == door else asyncio.sleep(60))
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", connect)
+        nowhere = [("198.51.100.7", port) for port in range(1, 9)]
+        (await dial(made.context(*nowhere, door), 2, nowhere[0], soon())).abort()
+        assert asked.count(nowhere[0]) == 1
+        assert not {*nowhere[1:]}.intersection(asked)
+
+
+async def test_the_error_is_that_of_the_peer_which_said_something() -> None:
+    made = Meeting()
+    async with loop_nodes(made.one, made.two, listen=False):
+        door, nobody = await made.open(), ("127.0.0.1", 1)
+        made.answer = FAILED, "you are not expected"
+        with pytest.raises(LLMException, match="not expected"):
+            await dial(made.context(nobody, door, nobody), 2, nobody, soon())
+        with pytest.raises(ConnectionRefusedError):
+            await dial(made.context(nobody, nobody), 2, nobody, soon())
+        made.came.clear()
+        made.answer = LLMStatusCode.LLM_ALREADY_LINK, "we are linked"
+        with pytest.raises(LLMException, match="we are linked"):
+            await dial(made.context(door, door), 2, door, soon())
+        assert len(made.came) == 1
+
+
+async def test_the_deadline_bounds_all_addresses_together() -> None:
+    made = Meeting()
+    async with loop_nodes(made.one, made.two, listen=False), silent_address() as (silent, _):
+        with pytest.raises(asyncio.TimeoutError):
+            await dial(made.context(silent, silent, silent), 2, silent, Deadline.after_ms(50))
+
+
+async def test_asking_whether_a_link_counts_makes_none() -> None:
+    made = Meeting()
+    async with loop_nodes(made.one, made.two, listen=False):
+        door = await made.open()
+        made.answer = LLMStatusCode.LLM_ALREADY_LINK, "we are linked"
+        await acknowledged(made.context(door), 2, door, soon())
+        made.answer = FAILED, "no link yet"
+        with pytest.raises(LLMException, match="no link yet"):
+            await acknowledged(made.context(door), 2, door, soon())
+        made.answer = None  # one that would let this side in as if it brought a link
+        with pytest.raises(LLMException, match="no data path"):
+            await acknowledged(made.context(door), 2, door, soon())
+        with pytest.raises(ConnectionRefusedError):
+            await acknowledged(made.context(("127.0.0.1", 1)), 2, ("127.0.0.1", 1), soon())
+        assert made.one.links.all() == made.two.links.all() == []
+        await eventually(lambda: len(made.two.links._halves) == 0)
+
+
+@contextlib.asynccontextmanager
+async def silent_address() -> AsyncIterator[tuple[Address, list[asyncio.StreamWriter]]]:
+    """Where somebody accepts and says nothing, and who came there."""
+    connections: list[asyncio.StreamWriter] = []
+
+    async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+
+    server = await asyncio.start_server(keep, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname(), connections
+    finally:
+        server.close()
+        for writer in connections:
+            writer.transport.abort()
+        await asyncio.sleep(0)

@@ -18,7 +18,8 @@ from kvpull_async import CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatus
 from kvpull_async import engine as engine_module
 from kvpull_async._deadline import Deadline
 from kvpull_async.config import Settings
-from kvpull_async.engine import Engine, awaited, blocked, end, end_awaited, live_engines
+from kvpull_async.crossing import awaited, blocked
+from kvpull_async.engine import Engine, end, end_awaited, live_engines
 from kvpull_async.managers.manager import Operation
 from kvpull_async.transport.tcp import TcpTransport
 from tests.duo import DECODER, PROMPT, SMALL, cluster, duo, engine_of, frozen, holds, node, options

@@ -1,9 +1,8 @@
-"""The awaitable managers: the documented calls, both managers beside each other, and what is not there yet."""
+"""The awaitable managers: the documented calls, both managers beside each other, and what is reserved."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +17,8 @@ from kvpull_async import (
     LLMRole,
     LLMStatusCode,
     LLMTimeoutError,
+    MemInfo,
+    Memtype,
 )
 from tests.duo import BIG, DECODER, PROMPT, SMALL, arrays, duo, engine_of, fill, frozen, holds, node, pattern, untouched
 
@@ -170,31 +171,13 @@ async def test_the_counters_of_both_sides_agree() -> None:
         assert pair.prompt.counters["bytes_served"] == pulled["bytes_pulled"]
 
 
-# -- what is not there yet ---------------------------------------------------------------------------------------------
-
-LATER: dict[str, dict[str, tuple[Any, ...]]] = {
-    "kv_cache_manager": {
-        "copy_blocks": (None, {}),
-        "swap_blocks": (None, None, {}),
-        "transfer_cache_async": (None, None, []),
-    },
-    "cache_manager": {
-        "copy_blocks": (None, {}),
-        "swap_blocks": (None, None, {}),
-        "push_cache": (None, None),
-        "push_blocks": (None, None, [], []),
-        "transfer_cache_async": (None, None, []),
-        "remap_registered_memory": ([],),
-    },
-}
+# -- what is reserved --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("manager", LATER)
-async def test_what_a_later_version_brings_never_seems_to_succeed(manager: str) -> None:
+async def test_what_is_reserved_never_seems_to_succeed() -> None:
     async with node(LLMRole.PROMPT, PROMPT, enable_cache_manager=True) as made:
-        for name, arguments in LATER[manager].items():
-            with pytest.raises(LLMException, match=f"{name} is not available") as caught:
-                await getattr(getattr(made, manager), name)(*arguments)
-            assert caught.value.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-            assert caught.value.operation == name
+        with pytest.raises(LLMException, match="remap_registered_memory is not available") as caught:
+            await made.cache_manager.remap_registered_memory(MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 64))
+        assert caught.value.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+        assert caught.value.operation == "remap_registered_memory"
         assert engine_of(made).counters.snapshot() == {}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import numpy as np
+import pytest
 
 from kvpull_async._deadline import Deadline
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.registry import Entry, Registry
+from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import CacheDesc, DataType, Placement
 from tests.loop_nodes import eventually
 
@@ -95,3 +99,61 @@ async def test_claims_of_many_threads_are_all_counted() -> None:
         thread.join()
     assert not held.entry.busy
     assert await held.entry.idle(soon())
+
+
+# -- memory of the caller ----------------------------------------------------------------------------------------------
+
+
+def at(address: int) -> Entry:
+    registry = Registry(HostMemory())
+    regions = registry.backend.adopt([address], tensor_nbytes=16, placement=Placement.HOST)
+    return registry.add(DESC, regions, blocks=False)
+
+
+def test_addresses_are_looked_at_when_they_are_first_used() -> None:
+    held = Held()
+    assert not held.entry.reached
+    held.entry.reach()
+    assert held.entry.reached
+    wrong = at(4096)
+    for _ in range(2):
+        with pytest.raises(LLMException, match="tensor 0") as caught:
+            wrong.reach()
+        assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+        assert not wrong.reached
+
+
+def test_what_keeps_the_callers_memory_goes_with_the_registration() -> None:
+    held = Held()
+    owner = np.zeros(16, np.uint8)
+    gone, backend = weakref.ref(owner), held.registry.backend
+    regions = backend.adopt([owner.ctypes.data], tensor_nbytes=16, placement=Placement.HOST, owners=[owner])
+    entry = held.registry.add(DESC, regions, blocks=False)
+    del owner, regions
+    gc.collect()
+    assert gone() is not None
+    held.registry.release(entry)
+    gc.collect()
+    assert gone() is None
+    assert entry.regions[0].nbytes == 16
+
+
+async def test_it_does_not_go_before_it_is_out_of_use() -> None:
+    held, loop = Held(), asyncio.get_running_loop()
+    owner = np.zeros(16, np.uint8)
+    gone = weakref.ref(owner)
+    regions = held.registry.backend.adopt(
+        [owner.ctypes.data], tensor_nbytes=16, placement=Placement.HOST, owners=[owner]
+    )
+    entry = held.registry.add(DESC, regions, blocks=False)
+    del owner, regions
+    pin, writer = entry.pin(lambda: None), loop.create_future()
+    entry.quarantine(writer)
+    held.registry.release(entry)
+    pin.release()
+    gc.collect()
+    assert gone() is not None
+    writer.set_result(None)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert gone() is None

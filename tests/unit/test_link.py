@@ -12,7 +12,7 @@ from kvpull_async._deadline import Deadline
 from kvpull_async.halves import Halves, Refusal
 from kvpull_async.link import Link
 from kvpull_async.linkage import LinkState, broken
-from kvpull_async.observe import PullReport
+from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.session import Peer
 from kvpull_async.pull import Pull
@@ -357,7 +357,7 @@ async def test_closing_ends_the_reconnecting() -> None:
     one, two = LoopNode(1), LoopNode(2)
     async with loop_nodes(one, two):
         link, _ = await linked(one, two)
-        two.links.accept = _silence  # type: ignore[method-assign]  # so that an attempt is under way at the end
+        two.links.accept = _silence  # type: ignore[method-assign, assignment]  # so that an attempt is under way at the end
         await lose(link)
         waiting = asyncio.create_task(link.ready(soon()))
         await eventually(lambda: link.state is LinkState.CONNECTING)
@@ -388,7 +388,7 @@ async def test_quarantine_is_marked_on_the_cache_and_told() -> None:
     link = Link(node.context, 2, NEVER_LINKED)
     settled = asyncio.get_running_loop().create_future()
     with event_log() as events:
-        link.quarantine(cast("Entry", entry), settled, PullReport("pull_cache", "a pull"))
+        link.quarantine(cast("Entry", entry), settled, Report("pull_cache", "a pull"))
     assert entry.settled is settled
     (event,) = events.named("region.quarantined")
     assert (event["cache_id"], event["pull_id"], event["peer"]) == (3, "a pull", "127.0.0.1:1")

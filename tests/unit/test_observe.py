@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -14,7 +15,7 @@ import pytest
 import structlog
 
 from kvpull_async import observe
-from kvpull_async.observe import Counters, EventQueue, Log, PullReport
+from kvpull_async.observe import Counters, EventQueue, Log, Report
 from kvpull_async.status import LLMException, LLMStatusCode
 
 BOUND = 10.0
@@ -222,8 +223,8 @@ def test_counters_add_up_and_a_snapshot_is_a_copy() -> None:
 STABLE = {"operation", "pull_id", "cluster_id", "peer", "path", "bytes", "elapsed_ms"}
 
 
-def report(**fields: Any) -> PullReport:
-    return PullReport("pull_cache", "0011223344556677", cluster_id=4, **fields)
+def report(**fields: Any) -> Report:
+    return Report("pull_cache", "0011223344556677", cluster_id=4, **fields)
 
 
 def test_phases_add_up_and_one_ends_where_the_next_begins() -> None:
@@ -286,6 +287,19 @@ def test_a_cancellation_that_came_too_late_is_marked(captured: list[dict[str, An
     told.cancelled_late = True
     told.finished_event()
     assert captured[0]["cancelled_late"] is True
+
+
+def test_a_push_tells_of_itself_in_events_of_its_own_with_the_same_fields(captured: list[dict[str, Any]]) -> None:
+    told = observe.Report("push_cache", "0123456789abcdef", "", 7, push=True)
+    told.started_event()
+    told.finished_event()
+    told.failed_event(LLMException("late", status_code=77, destination_unsafe=True))
+    told.failed_event(asyncio.CancelledError())
+    assert [event["event"] for event in captured] == ["push.started", "push.finished", "push.failed", "push.failed"]
+    assert [event["level"] for event in captured] == ["debug", "debug", "warning", "debug"]
+    assert captured[2]["destination_unsafe"] is True
+    assert {event["pull_id"] for event in captured} == {"0123456789abcdef"}
+    assert told.fields().keys() == observe.Report("pull_cache", "0123456789abcdef", "", 7).fields().keys()
 
 
 def test_successes_cost_nothing_when_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:

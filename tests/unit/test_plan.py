@@ -323,6 +323,43 @@ def test_block_lists_of_different_lengths_are_invalid() -> None:
         plan.check_block_pairs(numbers(1, 2), numbers(1))
 
 
+block_copies = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8) | st.builds(
+    lambda src, dst, count: [(src + i, dst + i) for i in range(count)],  # a run
+    *[st.integers(0, 6), st.integers(0, 6), st.integers(1, 6)],
+)
+
+
+@thorough
+@given(block_copies, st.integers(1, 5), st.integers(1, 3), st.integers(1, 12))
+def test_p2_block_copies_move_each_byte_where_the_oracle_says(
+    copies: list[tuple[int, int]], nbytes: int, tensors: int, limit: int
+) -> None:
+    """Runs, blocks given twice, one source for many destinations; runs of both sides are one row."""
+    src, dst = (numbers(*[copy[side] for copy in copies]) for side in (0, 1))
+    of_all = range(tensors)
+    pairs = plan.pair(
+        plan.block_segments(of_all, src, block_nbytes=nbytes), plan.block_segments(of_all, dst, block_nbytes=nbytes)
+    )
+    runs = 1 + sum((a + 1, b + 1) != after for (a, b), after in pairwise(copies))
+    assert len(pairs) == tensors * runs
+    short = plan.cut(pairs, limit=limit)
+    assert short[:, 4].max() <= limit
+    oracle = [
+        ((tensor, a * nbytes + at), (tensor, b * nbytes + at))
+        for tensor in of_all
+        for a, b in copies
+        for at in range(nbytes)
+    ]
+    cut_alike = [
+        plan.block_segments(of_all, blocks, block_nbytes=nbytes, runs=plan.shared_runs(src, dst))
+        for blocks in (src, dst)
+    ]
+    assert cut_alike[0][:, 2].tolist() == cut_alike[1][:, 2].tolist()
+    assert plan.pair(*cut_alike).tolist() == pairs.tolist()
+    for rows in (pairs, short):
+        assert list(zip(positions(rows[:, [0, 1, 4]]), positions(rows[:, 2:]), strict=True)) == oracle
+
+
 # --- what keeps it fast ---
 
 

@@ -322,7 +322,7 @@ async def test_a_destination_that_is_taken_away_cuts_the_pull(streamed: Bench) -
     await eventually(lambda: bool(streamed.link.path.transfers))
     streamed.registry.release(streamed.entry)
     streamed.entry.cut_pins()
-    with pytest.raises(LLMException, match="released during the pull") as caught:
+    with pytest.raises(LLMException, match="was released meanwhile") as caught:
         await task
     assert caught.value.status_code == NOT_EXIST
     streamed.quiet()

@@ -9,9 +9,9 @@ import pytest
 
 from kvpull_async.lane import Lane
 from kvpull_async.observe import Log
-from kvpull_async.offers import Issued
+from kvpull_async.offers import Issued, PeerRecord
 from kvpull_async.protocol import frames
-from kvpull_async.serve import PeerRecord, Serving
+from kvpull_async.serve import Serving
 from kvpull_async.status import LLMStatusCode
 from kvpull_async.values import CacheKey
 from tests.loop_nodes import event_log, eventually
@@ -166,7 +166,8 @@ async def test_a_done_may_come_on_a_later_connection_of_the_same_peer() -> None:
     other = Scene()
     later = Serving(
         cast("Lane", other.lane), other.path, registry=scene.registry, record=scene.record, workers=other.workers,
-        log=Log(), counters=other.counters, inline_limit=0, lease_margin=1.0, peer_left=lambda: None,
+        log=Log(), counters=other.counters, inline_limit=0, lease_margin=1.0, settle_timeout=5.0,
+        pushes_by_key=True, peer_left=lambda: None,
     )  # fmt: skip
     later.receive(frames.Done(grant.grant_id, "p"), b"")
     assert not scene.held

@@ -63,6 +63,39 @@ def flag(name: str, text: str) -> bool:
     return _FLAGS[text.lower()]
 
 
+def switch(name: str, text: str) -> bool:
+    """1 or 0. LLM-DataDist documentation: 1 alone is on. Ours: what is neither is refused, not taken for off."""
+    if text not in ("1", "0"):
+        raise ValueError(f"{name} must be 1 or 0, got {text!r}")
+    return text == "1"
+
+
+def whole(name: str, text: str) -> int:
+    """A decimal number, which may be negative."""
+    if not is_decimal(text.removeprefix("-")):
+        raise ValueError(f"{name} must be a decimal number, got {text!r}")
+    return int(text)
+
+
+def fraction(name: str, text: str) -> float:
+    """A number in 0..1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"{name} must be a number in 0..1, got {text!r}")
+    return share
+
+
+def from_json(name: str, text: str) -> Any:
+    """What the JSON says."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{name} must be JSON: {error}") from error
+
+
 def device_ids(name: str, text: str) -> tuple[int, ...]:
     """Device ids joined by semicolons."""
     return tuple(number(name, part) for part in text.split(";"))
@@ -70,10 +103,7 @@ def device_ids(name: str, text: str) -> tuple[int, ...]:
 
 def pool_bytes(name: str, text: str) -> int:
     """``memory_size`` of a pool's JSON. LLM-DataDist documentation: bytes, unsigned; ``10 <= page_shift < 31``."""
-    try:
-        pool = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} must be JSON: {error}") from error
+    pool = from_json(name, text)
     if not isinstance(pool, dict) or "memory_size" not in pool:
         raise ValueError(f"{name} must be a JSON object with memory_size, got {text!r}")
     integer(f"{name}: page_shift", pool.get("page_shift", 16), low=10, high=30)
@@ -97,8 +127,39 @@ def _one_of(*allowed: str) -> Kind:
     return Kind(partial(choice, allowed=allowed), str, partial(choice, allowed=allowed))
 
 
+def secret(name: str, text: str) -> str:
+    """*text*, which must not be empty: that would be no secret at all."""
+    if not text:
+        raise ValueError(f"{name} must not be empty")
+    return text
+
+
+def rank_hosts(name: str, value: object) -> str:
+    """*value*, pairs such as ``10.1.1.1=192.168.0.4`` joined by commas; see ``host_pairs``."""
+    text = string(name, value)
+    host_pairs(name, text)
+    return text
+
+
+def host_pairs(name: str, text: str) -> dict[str, str]:
+    """What stands in a rank table, by the IPv4 address to use instead; the last of equal names counts."""
+    pairs = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        what, separator, host = (part.strip() for part in pair.partition("="))
+        if not (what and separator and is_ipv4(host)):
+            raise ValueError(f"{name} must be pairs such as node_0=192.168.0.4 joined by commas, got {pair!r}")
+        pairs[what] = host
+    return pairs
+
+
+def is_ipv4(text: object) -> bool:
+    """Whether *text* is an address of four decimal parts."""
+    parts = text.split(".") if isinstance(text, str) else []
+    return len(parts) == 4 and all(is_decimal(part) and len(part) < 4 and int(part) < 256 for part in parts)
+
+
 OWN = {
-    "link_secret": Kind(string, lambda text: text or None, string),
+    "link_secret": Kind(string, lambda text: text or None, secret),
     "allow_insecure_network": Kind(boolean, lambda value: str(int(value)), flag),
     "link_busy_policy": _one_of("queue", "raise"),
     "queue_limit": _numbers(low=1),
@@ -110,6 +171,9 @@ OWN = {
     "lease_margin": _numbers(low=0),
     "reconnect_grace": _numbers(low=0),
     "inline_limit": _numbers(low=0, high=2**20),
+    "rank_hosts": Kind(rank_hosts, lambda text: text or None, rank_hosts),
+    "rank_port_base": _numbers(low=1024, high=65535 - 2 * 4096),
+    "rank_link_timeout": _numbers(low=1),
     "device_backend": _one_of("auto", "acl"),
     "allow_process_vm_read": _one_of("auto", "on", "off"),
 }

@@ -138,43 +138,43 @@ class LLMConfig:
     """Device id, or list or tuple of them (int32, not negative). A label, unless an NPU is there."""
     sync_kv_timeout: _Option[int | str | None] = _Option(settings.SYNC_TIMEOUT, _wait_time, str, default=None)
     """Deadline of a pull in ms, above 0, int32; a digit string is taken too. Without it 1000 ms count."""
-    deploy_res_path = _text("llm.deployResPath")
+    deploy_res_path: _Option[str] = _text("llm.deployResPath")
     """Accepted, without a meaning here."""
-    buf_pool_cfg = _text("llm.BufPoolCfg")
+    buf_pool_cfg: _Option[str] = _text("llm.BufPoolCfg")
     """Accepted, without a meaning here."""
-    mem_pool_cfg = _text(settings.DEVICE_POOL)
+    mem_pool_cfg: _Option[str] = _text(settings.DEVICE_POOL)
     """Budget of device memory as JSON: ``{"memory_size": bytes, "page_shift": 10..30}``; unlimited without it."""
-    host_mem_pool_cfg = _text(settings.HOST_POOL)
+    host_mem_pool_cfg: _Option[str] = _text(settings.HOST_POOL)
     """Budget of host memory, in the form of ``mem_pool_cfg``."""
-    enable_cache_manager = _switch(settings.CACHE_MANAGER)
+    enable_cache_manager: _Option[bool | None] = _switch(settings.CACHE_MANAGER)
     """Whether ``cache_manager`` is the manager in use; else it is ``kv_cache_manager``. None takes the value back."""
-    enable_remote_cache_accessible = _switch(settings.REMOTE_ACCESS)
+    enable_remote_cache_accessible: _Option[bool | None] = _switch(settings.REMOTE_ACCESS)
     """Whether pulls may read without asking the source. None takes the value back."""
-    listen_ip_info = _text(settings.LISTEN)
+    listen_ip_info: _Option[str] = _text(settings.LISTEN)
     """``ip:port`` to listen on."""
-    link_total_time = _Option(settings.TOTAL_TIME, _bounded(0, 2**32 - 1), str, default=0)
-    """Time for all attempts of one link, uint32; 0 = no limit of its own."""
-    link_retry_count = _Option(settings.RETRY_COUNT, _bounded(1, 100), str, default=1)
+    link_total_time: _Option[int] = _Option(settings.TOTAL_TIME, _bounded(0, 2**32 - 1), str, default=0)
+    """Seconds that the members of a ``link`` have to meet, uint32; 0 = as ``rank_link_timeout`` says."""
+    link_retry_count: _Option[int] = _Option(settings.RETRY_COUNT, _bounded(1, 100), str, default=1)
     """Attempts per link, 1..100."""
-    rdma_traffic_class = _uint32("llm.RdmaTrafficClass")
+    rdma_traffic_class: _Option[int | None] = _uint32(settings.TRAFFIC_CLASS)
     """uint32. Accepted, without a meaning here."""
-    rdma_service_level = _uint32("llm.RdmaServiceLevel")
+    rdma_service_level: _Option[int | None] = _uint32(settings.SERVICE_LEVEL)
     """uint32. Accepted, without a meaning here."""
-    local_comm_res = _Option(settings.COMM_RES, kinds.string, str, default="")
+    local_comm_res: _Option[str] = _Option(settings.COMM_RES, kinds.string, str, default="")
     """Local communication resources. Set, even to "", it switches on the cache manager and remote access."""
-    transfer_backend = _text(settings.BACKEND)
+    transfer_backend: _Option[str] = _text(settings.BACKEND)
     """"hixl" (needs ``listen_ip_info`` and the cache manager), or ours: "auto", "inproc", "shm", "tcp"."""
-    global_resource_config = _text("llm.GlobalResourceConfig")
+    global_resource_config: _Option[str] = _text("llm.GlobalResourceConfig")
     """Accepted, without a meaning here."""
-    cluster_info = _Option("llm.ClusterInfo", _cluster_info, _with_numeric_ips, default="")
+    cluster_info: _Option[str] = _Option(settings.CLUSTER_INFO, _cluster_info, _with_numeric_ips, default="")
     """JSON text (else JSONDecodeError). Accepted, without a meaning here."""
-    output_max_size: _Option[int | None] = _Option("llm.OutputMaxSize", index, str, default=None)
+    output_max_size: _Option[int | None] = _Option(settings.OUTPUT_SIZE, index, str, default=None)
     """Integer. Accepted, without a meaning here."""
-    enable_switch_role = _Option(
+    enable_switch_role: _Option[bool] = _Option(
         settings.SWITCH_ROLE, kinds.boolean, lambda value: "1" if value else None, default=False
     )
     """Whether ``switch_role`` may be called (older manager)."""
-    mem_utilization = _Option(settings.MEM_UTILIZATION, _fraction, str, default=0.95)
+    mem_utilization: _Option[float] = _Option(settings.MEM_UTILIZATION, _fraction, str, default=0.95)
     """float in 0..1, always written. Accepted, without a meaning here."""
 
     link_secret: _Option[str] = _own("link_secret", default="")
@@ -204,6 +204,12 @@ class LLMConfig:
     """ms that a lost link may take to come back before waiting pulls fail."""
     inline_limit: _Option[int] = _own("inline_limit")
     """Largest payload in bytes that rides on the control connection; at most 1 MiB."""
+    rank_hosts: _Option[str] = _own("rank_hosts", default="")
+    """Addresses to use instead of what stands in a rank table: "10.1.1.1=192.168.0.4,node_0=192.168.0.5"."""
+    rank_port_base: _Option[int] = _own("rank_port_base")
+    """First of the ports on which members of a rank table meet; all members of a comm need the same."""
+    rank_link_timeout: _Option[int] = _own("rank_link_timeout")
+    """ms that the members of a ``link`` have to meet, unless ``link_total_time`` is above 0."""
     device_backend: _Option[str] = _own("device_backend")
     """"auto", or "acl" to insist on an NPU (not in this version: ``init`` raises LLM_FEATURE_NOT_ENABLED)."""
     allow_process_vm_read: _Option[str] = _own("allow_process_vm_read")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kvpull_async.config import kinds
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import LLMRole, int_to_ip, ip_to_int
-from kvpull_async.values._check import instance, require, type_error, uint64
+from kvpull_async.values._check import UINT64_MAX, instance, require, type_error, uint64
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -35,9 +35,13 @@ TOTAL_TIME = "llm.LinkTotalTime"
 COMM_RES = "llm.LocalCommRes"
 BACKEND = "llm.TransferBackend"
 MEM_UTILIZATION = "llm.MemoryUtilization"
+TRAFFIC_CLASS = "llm.RdmaTrafficClass"
+SERVICE_LEVEL = "llm.RdmaServiceLevel"
+CLUSTER_INFO = "llm.ClusterInfo"
+OUTPUT_SIZE = "llm.OutputMaxSize"
 _GRAPH_MEMORY = "ge.flowGraphMemMaxSize"
 _FILE_VARIABLE = f"{kinds.own_variable('link_secret')}_FILE"
-_SAFEGUARDS = (
+SAFEGUARDS = (
     f"a shared secret (option {kinds.own_key('link_secret')}, environment {kinds.own_variable('link_secret')} or "
     f"{_FILE_VARIABLE}); TLS (not in this version); or the explicit opt-out (option "
     f"{kinds.own_key('allow_insecure_network')}, environment {kinds.own_variable('allow_insecure_network')}=1)"
@@ -48,12 +52,26 @@ _READ = frozenset(
     | {RETRY_COUNT, TOTAL_TIME, COMM_RES, BACKEND}
     | {kinds.own_key(name) for name in kinds.OWN}
 )
+_UINT32 = partial(kinds.number, high=2**32 - 1)
+_CHECKED: dict[str, Callable[[str, str], object]] = {
+    TRAFFIC_CLASS: _UINT32,
+    SERVICE_LEVEL: _UINT32,
+    CLUSTER_INFO: kinds.from_json,
+    OUTPUT_SIZE: kinds.whole,
+    MEM_UTILIZATION: kinds.fraction,
+    _GRAPH_MEMORY: partial(kinds.number, high=UINT64_MAX),  # bytes of a device, often above 2 GiB
+}
+"""Options without a meaning here whose texts must be right all the same."""
 _IGNORED = frozenset(
-    {ROLE, "llm.ListenIp", "llm.ListenPort", "llm.deployResPath", "llm.BufPoolCfg", "llm.RdmaTrafficClass"}
-    | {"llm.RdmaServiceLevel", "llm.GlobalResourceConfig", "llm.ClusterInfo", "llm.OutputMaxSize"}
-    | {MEM_UTILIZATION, _GRAPH_MEMORY}
+    {ROLE, "llm.ListenIp", "llm.ListenPort", "llm.deployResPath", "llm.BufPoolCfg", "llm.GlobalResourceConfig"}
+    | set(_CHECKED)
 )
-_BY_LOWER_CASE = {name.lower(): name for name in _READ | _IGNORED}
+_KNOWN = {name.lower(): name for name in _READ | _IGNORED}
+_PREFIX = kinds.own_variable("")
+_VARIABLES = {
+    name.removeprefix(_PREFIX): name
+    for name in (*map(kinds.own_variable, kinds.OWN), _FILE_VARIABLE, kinds.own_variable("no_extension"))
+}
 _BACKENDS = ("hixl", "auto", "inproc", "shm", "tcp")
 _LATER_BACKENDS = ("nixl", "mooncake")
 
@@ -64,7 +82,7 @@ class Settings:
 
     ``transfer_backend`` "hixl" asks for the original's preconditions and means "auto" otherwise. ``device_ids`` are
     labels. ``ignored_options`` are accepted names without a meaning here; ``unknown_options`` are unknown ``ge.*`` and
-    ``llm.*`` names, each with the nearest known one or None.
+    ``llm.*`` names, ``unknown_variables`` ``KVPULL_*`` ones, each with the nearest known one or None.
     """
 
     role: LLMRole
@@ -78,7 +96,7 @@ class Settings:
     host_pool_bytes: int | None = None
     enable_switch_role: bool = False
     link_retry_count: int = 1
-    link_total_time_ms: int = 0
+    link_total_time_s: int = 0
     transfer_backend: str = "auto"
     link_secret: bytes | None = field(default=None, repr=False)
     allow_insecure_network: bool = False
@@ -93,10 +111,15 @@ class Settings:
     reconnect_grace_ms: int = 500
     inline_limit: int = 65536
     max_links: int = 512
+    max_comms: int = 512
+    rank_hosts: str = ""
+    rank_port_base: int = 21000
+    rank_link_timeout_ms: int = 120_000
     device_backend: str = "auto"
     allow_process_vm_read: str = "auto"
     ignored_options: tuple[str, ...] = ()
     unknown_options: tuple[tuple[str, str | None], ...] = ()
+    unknown_variables: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         _check_exposure(self)
@@ -117,16 +140,28 @@ class Settings:
         that starts with neither ``ge.`` nor ``llm.``, or a listen address off this machine without a safeguard.
         """
         instance("role", role, LLMRole)
-        given = _with_defaults(_strings(options))
-        ignored, unknown = _sort_names(given)
+        unknown = unknown_names(options)
+        given = _with_defaults(dict(options))
         return cls(
             role=role,
             cluster_id=uint64("cluster_id", cluster_id),
-            ignored_options=ignored,
+            ignored_options=_without_meaning(given),
             unknown_options=unknown,
+            unknown_variables=_unknown_variables(environ),
             **_standard(given),
             **_own(given, environ),
         )
+
+    @property
+    def meeting_ms(self) -> int:
+        """The time that the members of a rank table have to meet. LLM-DataDist documentation: LinkTotalTime counts in
+        seconds, and 0 leaves it to a default of 120 s.
+        """
+        return self.link_total_time_s * 1000 or self.rank_link_timeout_ms
+
+    def may_listen_on(self, host: str) -> bool:
+        """Whether peers there are on this machine, or authenticated, or trusted by explicit wish."""
+        return host.startswith("127.") or bool(self.link_secret) or self.allow_insecure_network
 
     def with_listen(self, text: str | None) -> Settings:
         """These settings listening on *text* (``ip:port``), or not at all; errors as for ``from_options``."""
@@ -150,17 +185,25 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 def _check_exposure(settings: Settings) -> None:
     host = settings.listen[0] if settings.listen else "127.0.0.1"
-    safe = host.startswith("127.") or bool(settings.link_secret) or settings.allow_insecure_network
-    require(safe, f"listening on {host}, beyond this machine, needs one of: {_SAFEGUARDS}")
+    require(settings.may_listen_on(host), f"listening on {host}, beyond this machine, needs one of: {SAFEGUARDS}")
 
 
-def _strings(options: Mapping[str, str]) -> dict[str, str]:
+def unknown_names(options: Mapping[str, str]) -> tuple[tuple[str, str | None], ...]:
+    """The unknown names among *options*, each with the nearest known one or None.
+
+    Errors: TypeError unless they are str to str; LLM_PARAM_INVALID for one that starts with neither ``ge.`` nor
+    ``llm.``.
+    """
     if not isinstance(options, Mapping):
         raise type_error("options", options, "a dict of str to str")
     for name, text in options.items():
         instance("each option's name", name, str)
         instance(f"option {name}", text, str)
-    return dict(options)
+    unknown = [(name, _nearest(name.lower(), _KNOWN)) for name in options if name not in _READ | _IGNORED]
+    for name, near in unknown:
+        hint = f"; did you mean {near}?" if near else ""
+        require(name.startswith(("ge.", "llm.")), f"there is no option {name}{hint}")
+    return tuple(unknown)
 
 
 def _with_defaults(given: dict[str, str]) -> dict[str, str]:
@@ -180,20 +223,27 @@ def _with_defaults(given: dict[str, str]) -> dict[str, str]:
     return given
 
 
-def _sort_names(given: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[tuple[str, str | None], ...]]:
-    """The names without a meaning here, and the unknown ones with the nearest known name."""
+def _without_meaning(given: Mapping[str, str]) -> tuple[str, ...]:
+    """The known names whose values have no meaning here."""
     # LLMConfig always writes this one, so its default says nothing about what the caller wanted.
     ignored = [name for name in given if name in _IGNORED and (name, given[name]) != (MEM_UTILIZATION, "0.95")]
-    unknown = [(name, _nearest(name)) for name in given if name not in _READ | _IGNORED]
-    for name, near in unknown:
-        hint = f"; did you mean {near}?" if near else ""
-        require(name.startswith(("ge.", "llm.")), f"there is no option {name}{hint}")
-    return tuple(ignored), tuple(unknown)
+    if given.get(COMM_RES):  # that it is there counts, what it says does not
+        ignored.append(COMM_RES)
+    return tuple(ignored)
 
 
-def _nearest(name: str) -> str | None:
-    close = difflib.get_close_matches(name.lower(), _BY_LOWER_CASE, n=1)
-    return _BY_LOWER_CASE[close[0]] if close else None
+def _unknown_variables(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Those that look misspelt, each with what was meant. Others may be nobody's mistake: where a service is called
+    kvpull, some schedulers put its address into the environment under such names.
+    """
+    names = sorted(name for name in environ if name.upper().startswith(_PREFIX) and name not in _VARIABLES.values())
+    nearest = ((name, _nearest(name.upper().removeprefix(_PREFIX), _VARIABLES)) for name in names)
+    return tuple((name, near) for name, near in nearest if near is not None)
+
+
+def _nearest(text: str, known: Mapping[str, str]) -> str | None:
+    close = difflib.get_close_matches(text, known, n=1)
+    return known[close[0]] if close else None
 
 
 def _standard(given: Mapping[str, str]) -> dict[str, Any]:
@@ -202,18 +252,20 @@ def _standard(given: Mapping[str, str]) -> dict[str, Any]:
     def get(name: str, parse: Callable[[str, str], T], default: D) -> T | D:
         return kinds.read(parse, name, given[name]) if name in given else default
 
-    get(_GRAPH_MEMORY, kinds.number, 0)
+    for name, parse in _CHECKED.items():
+        get(name, parse, None)
+    first = get(SESSION_DEVICE, kinds.number, 0)
     return {
-        "cache_manager_mode": given.get(CACHE_MANAGER) == "1",
-        "remote_cache_access": given.get(REMOTE_ACCESS) == "1",
+        "cache_manager_mode": get(CACHE_MANAGER, kinds.switch, default=False),
+        "remote_cache_access": get(REMOTE_ACCESS, kinds.switch, default=False),
         "listen": parse_listen(given[LISTEN]) if LISTEN in given else None,
-        "device_ids": get(DEVICES, kinds.device_ids, None) or get(SESSION_DEVICE, kinds.device_ids, (0,)),
+        "device_ids": get(DEVICES, kinds.device_ids, (first,)),
         "sync_kv_timeout_ms": get(SYNC_TIMEOUT, partial(kinds.number, low=1), 1000),
         "device_pool_bytes": get(DEVICE_POOL, kinds.pool_bytes, None),
         "host_pool_bytes": get(HOST_POOL, kinds.pool_bytes, None),
-        "enable_switch_role": given.get(SWITCH_ROLE) == "1",
+        "enable_switch_role": get(SWITCH_ROLE, kinds.switch, default=False),
         "link_retry_count": get(RETRY_COUNT, partial(kinds.number, low=1, high=100), 1),
-        "link_total_time_ms": get(TOTAL_TIME, partial(kinds.number, high=2**32 - 1), 0),
+        "link_total_time_s": get(TOTAL_TIME, _UINT32, 0),
         "transfer_backend": get(BACKEND, _backend, "auto"),
     }
 
@@ -225,13 +277,14 @@ def _backend(name: str, text: str) -> str:
 
 
 def _own(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that the project's own options or variables set; an empty text sets nothing."""
+    """The fields that the project's own options or variables set; an empty variable sets nothing."""
     values: dict[str, Any] = {}
     for name, kind in kinds.OWN.items():
-        for source, key in ((given, kinds.own_key(name)), (environ, kinds.own_variable(name))):
-            if source.get(key):
-                values[own_field(name)] = kinds.read(kind.parse, key, source[key])
-                break
+        key, variable = kinds.own_key(name), kinds.own_variable(name)
+        if key in given:
+            values[own_field(name)] = kinds.read(kind.parse, key, given[key])
+        elif environ.get(variable):
+            values[own_field(name)] = kinds.read(kind.parse, variable, environ[variable])
     secret = values["link_secret"].encode() if "link_secret" in values else _secret_from_file(environ)
     here = values.get("device_backend") != "acl"
     require(here, "device_backend acl is not in this version", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -16,22 +16,29 @@ from kvpull_async.memory.base import Allocation, copy_batches
 from kvpull_async.registry import Entry, key_id
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.values import BlocksCacheKey, Cache, CacheDesc, CacheKey, KvCache, LLMRole, Placement
+from kvpull_async.values import foreign as foreign_memory
 from kvpull_async.values._check import INVALID_ID, instance, integers, require
 
 __all__ = [
+    "UNMANAGED",
     "allocate",
+    "carry_out",
     "check_prompt_keys",
     "checked_keys",
     "copy",
     "foreign",
+    "given_memory",
     "held",
     "last_places",
     "local",
+    "publish",
     "register",
     "release",
 ]
 
 _RANK_LIMIT: Final = 32
+UNMANAGED: Final = -1
+"""The id of a handle that no manager made."""
 _AGAIN: Final = 0.005
 """Seconds between two attempts to allocate."""
 
@@ -138,11 +145,21 @@ async def _in_worker(
         raise
 
 
+def given_memory(desc: CacheDesc, addrs: object, tensors: object) -> tuple[list[Any], list[object]]:
+    """The addresses of what is to be registered, and what has to be held meanwhile; nothing for plain addresses."""
+    if tensors is None:
+        return list(instance("addrs", addrs, list)), []
+    require(addrs is None, "addrs and tensors are both given; one of them says where the memory is")
+    found = foreign_memory.read(desc, tensors)
+    return [memory.address for memory in found], [memory.owner for memory in found]
+
+
 def register(
     node: Node,
     desc: CacheDesc,
     addrs: object,
     *,
+    owners: Sequence[object] = (),
     keys: Sequence[CacheKey] = (),
     blocks_key: BlocksCacheKey | None = None,
     blocks: bool = False,
@@ -153,16 +170,28 @@ def register(
     check_layout(desc)
     if remote_accessible is not None and not isinstance(remote_accessible, bool):
         raise TypeError(f"remote_accessible must be a bool or None, got {type(remote_accessible).__name__}")
-    accessible = desc.placement is Placement.DEVICE if remote_accessible is None else remote_accessible
+    require(not (node.ranked and remote_accessible), "remote_accessible must not be True after link()")
+    usual = desc.placement is Placement.DEVICE and not node.ranked
+    accessible = usual if remote_accessible is None else remote_accessible
     require(len(keys) <= desc.entries, f"cache_keys: {len(keys)} keys for {desc.entries} batch entries")
     registry = node.registry
-    regions = registry.backend.adopt(checked, tensor_nbytes=desc.size, placement=desc.placement)
+    regions = registry.backend.adopt(checked, tensor_nbytes=desc.size, placement=desc.placement, owners=owners)
     entry = registry.add(desc, regions, blocks=blocks, remote_accessible=accessible)
     registry.bind(entry, keys)
     if blocks_key is not None:
         registry.bind_blocks(entry, blocks_key)
     node.log.debug("cache.registered", cache_id=entry.cache_id, keys=len(keys))
     return entry
+
+
+def publish(node: Node, dialect: Dialect, entry: Entry, keys: Sequence[CacheKey]) -> None:
+    """Bind the i-th key to batch entry i, now that its bytes are there."""
+    require(not entry.blocks, f"cache {entry.cache_id} is a blocks cache, whose key is given when it is made")
+    node.registry.check_keys(entry.desc, keys, bound_status=dialect.key_bound_status)
+    taken = [i for i, key in enumerate(keys) if not key.is_padding and i in entry.bindings]
+    require(not taken, f"cache_keys: batch entries {taken} of cache {entry.cache_id} have a key already")
+    node.registry.bind(entry, keys)
+    node.log.debug("cache.published", cache_id=entry.cache_id, keys=len(keys))
 
 
 async def release(node: Node, cache_id: int) -> None:
@@ -230,22 +259,29 @@ async def copy(node: Node, dst: Entry, src: Entry, *, dst_index: int, src_index:
     require(offset + nbytes <= shorter, f"{nbytes} bytes from offset {offset} on do not fit {shorter} bytes")
     tensors = range(src.desc.num_tensors)
     segments = partial(plan.entry_segments, tensors, offset=offset, size=nbytes)
-    await _copy(
+    reading = segments(entry=src_index, entry_nbytes=src.entry_nbytes)
+    writing = segments(entry=dst_index, entry_nbytes=dst.entry_nbytes)
+    backend = node.registry.backend
+    await carry_out(
         node,
-        (src, segments(entry=src_index, entry_nbytes=src.entry_nbytes)),
-        (dst, segments(entry=dst_index, entry_nbytes=dst.entry_nbytes)),
+        src,
+        dst,
+        lambda: copy_batches(backend.lending(src.regions, reading), backend.landing(dst.regions, writing)),
     )
 
 
-async def _copy(node: Node, source: tuple[Entry, plan.Segments], destination: tuple[Entry, plan.Segments]) -> None:
-    (src, reading), (dst, writing) = source, destination
+async def carry_out(node: Node, src: Entry, dst: Entry, copying: Callable[[], Iterable[int]]) -> None:
+    """Run the bounded steps of a copy between two caches, which stay until the last one has ended. `dst` is quarantined
+    when a cancelled copy does not stop in time.
+    """
     patience = Deadline.after_ms(node.settings.settle_timeout_ms)
     if dst.quarantined and not await dst.idle(patience, writers_only=True):
         raise LLMTimeoutError(f"dst, cache {dst.cache_id}, is quarantined", destination_unsafe=True, retry_safe=True)
-    local(node, src.cache_id), local(node, dst.cache_id)  # released while this waited?
-    backend = node.registry.backend
-    steps = copy_batches(backend.lending(src.regions, reading), backend.landing(dst.regions, writing))
-    job = Job(node.workers, steps)
+    for entry in (src, dst):
+        if entry.cache_id != UNMANAGED:
+            local(node, entry.cache_id)  # released while this waited?
+        entry.reach()
+    job = Job(node.workers, copying())
     released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     pins = [entry.pin(partial(resolve, released)) for entry in (src, dst)]
 

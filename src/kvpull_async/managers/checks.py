@@ -5,6 +5,7 @@ Which of them run, and in what order, is in the managers' table. A draft collect
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Mapping
@@ -22,10 +23,11 @@ from kvpull_async.values._check import INVALID_ID, instance, int64, integers, re
 __all__ = ["PULL_NAMES", "PullDraft", "known_names", "plain"]
 
 _RANGES: Final = ("src_layer_range", "dst_layer_range", "tensor_num_per_layer")
-_CALL: Final = ("timeout", "traceparent")
+_CALL: Final = ("wait_for_key", "strict_layout", "timeout", "traceparent")
 PULL_NAMES: Final = (*_RANGES, "src_cache_offset", "dst_cache_offset", *_CALL)
 BLOCKS_NAMES: Final = (*_RANGES, *_CALL)
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_INT64_MAX: Final = 2**63 - 1
 _NO_BLOCKS: Final[NDArray[np.int64]] = np.empty(0, np.int64)
 
 
@@ -51,6 +53,8 @@ class PullDraft:
     per_layer: int = 2
     src_tensors: range | None = None
     dst_tensors: range | None = None
+    wait_for_key: bool = False
+    strict_layout: bool = False
     timeout_ms: float = 0.0
     traceparent: str = ""
 
@@ -153,14 +157,22 @@ def layer_ranges(draft: PullDraft) -> None:
 
 
 def call_options(draft: PullDraft) -> None:
-    """`timeout` (ms) instead of `sync_kv_timeout`, and the W3C trace parent."""
-    timeout = draft.options.get("timeout")
-    draft.timeout_ms = draft.default_timeout_ms if timeout is None else timeout_ms("timeout", timeout)
-    parent = draft.options.get("traceparent")
-    if parent is not None:
-        draft.traceparent = instance("traceparent", parent, str)
-        if not _TRACEPARENT.fullmatch(draft.traceparent):
-            raise ValueError(f"traceparent must look like 00-<32 hex>-<16 hex>-<2 hex>, got {parent!r}")
+    """Ours: whether to wait for the key, whether layouts must agree, `timeout` (ms) instead of `sync_kv_timeout`, and
+    the W3C trace parent.
+    """
+    draft.wait_for_key = instance("wait_for_key", draft.options.get("wait_for_key", False), bool)
+    draft.strict_layout = instance("strict_layout", draft.options.get("strict_layout", False), bool)
+    draft.timeout_ms, draft.traceparent = call_times(draft.options, draft.default_timeout_ms)
+
+
+def call_times(options: Mapping[str, Any], default_ms: int) -> tuple[float, str]:
+    """The timeout (ms) and the trace parent of a call, "" for none."""
+    timeout, parent = options.get("timeout"), options.get("traceparent")
+    if parent is None:
+        parent = ""
+    elif not _TRACEPARENT.fullmatch(instance("traceparent", parent, str)):
+        raise ValueError(f"traceparent must look like 00-<32 hex>-<16 hex>-<2 hex>, got {parent!r}")
+    return default_ms if timeout is None else timeout_ms("timeout", timeout), parent
 
 
 def timeout_ms(name: str, value: object) -> float:
@@ -176,8 +188,8 @@ def block_keys(draft: PullDraft) -> None:
 
 
 def block_lists(draft: PullDraft, src_blocks: object, dst_blocks: object) -> None:
-    draft.src_blocks = _blocks("src_blocks", src_blocks)
-    draft.dst_blocks = _blocks("dst_blocks", dst_blocks)
+    draft.src_blocks = blocks("src_blocks", src_blocks)
+    draft.dst_blocks = blocks("dst_blocks", dst_blocks)
 
 
 def block_rules(draft: PullDraft) -> None:
@@ -197,8 +209,16 @@ def block_rules(draft: PullDraft) -> None:
     require(lowest >= 0, f"block indices must be 0 or above, got {lowest}")
 
 
-def _blocks(name: str, value: object) -> NDArray[np.int64]:
-    return np.array(integers(name, value, low=-(2**63), high=2**63 - 1), dtype=np.int64)
+def blocks(name: str, value: object) -> NDArray[np.int64]:
+    """Block numbers: a list or tuple of int as in the original, or (ours) an array of one dimension."""
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
+        if value.dtype.kind == "u" and value.size and int(value.max()) > _INT64_MAX:
+            raise ValueError(f"{name} holds {value.max()}, at most {_INT64_MAX} is allowed")
+        return value.astype(np.int64)
+    if isinstance(value, (list, tuple)) and set(map(type, value)) == {int}:
+        with contextlib.suppress(OverflowError):  # the items are looked at one by one below
+            return np.array(value, np.int64)
+    return np.array(integers(name, value, low=-_INT64_MAX - 1, high=_INT64_MAX), dtype=np.int64)
 
 
 def invalid(message: str) -> LLMException:

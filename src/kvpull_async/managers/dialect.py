@@ -28,8 +28,13 @@ class Dialect:
     key_bound_status: LLMStatusCode
     decoder_pulls_only: bool
     prompt_keys_only: bool
+    prompt_transfers_only: bool
     last_key_counts: bool
     knows_remote_access: bool
+    swap_names: tuple[str, str]
+    """What `swap_blocks` calls its source and its destination."""
+    negative_block: type[Exception]
+    """What `copy_blocks` raises for a number that no block can have."""
 
 
 KV: Final = Dialect(
@@ -52,8 +57,11 @@ KV: Final = Dialect(
     key_bound_status=LLMStatusCode.LLM_FAILED,
     decoder_pulls_only=True,
     prompt_keys_only=True,
+    prompt_transfers_only=True,
     last_key_counts=True,
     knows_remote_access=False,
+    swap_names=("src", "dst"),
+    negative_block=ValueError,
 )
 
 CACHE: Final = Dialect(
@@ -76,6 +84,9 @@ CACHE: Final = Dialect(
     key_bound_status=LLMStatusCode.LLM_PARAM_INVALID,
     decoder_pulls_only=False,
     prompt_keys_only=False,
+    prompt_transfers_only=False,
     last_key_counts=False,
     knows_remote_access=True,
+    swap_names=("src_cache", "dst_cache"),
+    negative_block=TypeError,
 )

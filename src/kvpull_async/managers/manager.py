@@ -5,24 +5,36 @@ The checks that need no table run at once, on the caller's thread. It must not w
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from kvpull_async._deadline import NEVER, Deadline
-from kvpull_async.managers import caches, checks, direct, pulls
+from kvpull_async.managers import blocks, caches, checks, direct, pulls, pushes, transfers
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.landed import Landed
 from kvpull_async.managers.node import Node
-from kvpull_async.observe import PullReport
+from kvpull_async.observe import Report
 from kvpull_async.registry import Entry
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
-from kvpull_async.values import BlocksCacheKey, Cache, CacheDesc, CacheKey, KvCache, LLMRole, Tensor, TensorDesc
+from kvpull_async.values import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    KvCache,
+    LLMRole,
+    MemInfo,
+    Memtype,
+    Tensor,
+    TensorDesc,
+)
 from kvpull_async.values._check import instance, int32, int64, require, uint32, uint64
 
-__all__ = ["LayersAsked", "Manager", "Operation", "not_enabled"]
+__all__ = ["LayersAsked", "Manager", "Operation", "not_enabled", "remap_registered_memory"]
 
 T = TypeVar("T")
 Handle = Cache | KvCache
@@ -38,7 +50,7 @@ class Operation(Generic[T]):
 
     name: str
     start: Callable[[], Coroutine[Any, Any, T]]
-    report: PullReport | None = None
+    report: Report | None = None
     cache: Handle | None = None
     lasting: bool = False
     undo: Callable[[T], None] | None = None
@@ -99,6 +111,33 @@ class Manager:
         underway = self._node.underway.setdefault(report.cluster_id, set())
         return Operation(report.operation, start, report, prepared.draft.cache, prompt=True, underway=underway)
 
+    # -- pushes -----------------------------------------------------------------------------------------------------
+
+    def push_cache(
+        self, key: object, cache: object, src_batch_index: object, src_layers: object, dst_layers: object, size: object,
+        tensor_num_per_layer: object, options: dict[str, Any],
+    ) -> Operation[None]:  # fmt: skip
+        where = (src_batch_index, src_layers, dst_layers, size, tensor_num_per_layer)
+        return self._push(pushes.prepare_cache(self._node, key, cache, *where, options))
+
+    def push_blocks(
+        self, key: object, cache: object, src_blocks: object, dst_blocks: object, src_layers: object,
+        dst_layers: object, tensor_num_per_layer: object, options: dict[str, Any],
+    ) -> Operation[None]:  # fmt: skip
+        where = (src_blocks, dst_blocks, src_layers, dst_layers, tensor_num_per_layer)
+        return self._push(pushes.prepare_blocks(self._node, key, cache, *where, options))
+
+    def _push(self, prepared: pushes.Prepared) -> Operation[None]:
+        report = prepared.report
+        start = partial(pushes.run, self._node, self._dialect, prepared)
+        underway = self._node.underway.setdefault(report.cluster_id, set())
+        return Operation(report.operation, start, report, prompt=True, underway=underway)
+
+    def transfer_cache_async(
+        self, *arguments: object, options: dict[str, Any], caller: asyncio.AbstractEventLoop | None
+    ) -> transfers.Transfer:
+        return transfers.prepare(self._node, self._dialect, *arguments, options=options, caller=caller)
+
     # -- making and releasing ---------------------------------------------------------------------------------------
 
     def allocate_cache(self, cache_desc: object, cache_keys: object) -> Operation[Any]:
@@ -117,21 +156,31 @@ class Manager:
         return self._made("allocate_blocks_cache", make)
 
     def register_cache(
-        self, cache_desc: object, addrs: object, cache_keys: object, remote_accessible: object
+        self,
+        cache_desc: object,
+        addrs: object,
+        cache_keys: object,
+        remote_accessible: object,
+        tensors: object = None,
     ) -> Operation[Any]:
         desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
-        addresses = list(instance("addrs", addrs, list))
+        addresses, owners = caches.given_memory(desc, addrs, tensors)
         keys = caches.checked_keys(cache_keys)
-        options = {"keys": keys, "remote_accessible": remote_accessible}
+        options = {"keys": keys, "remote_accessible": remote_accessible, "owners": owners}
         return self._registered("register_cache", desc, addresses, **options)
 
     def register_blocks_cache(
-        self, cache_desc: object, addrs: object, blocks_cache_key: object, remote_accessible: object
+        self,
+        cache_desc: object,
+        addrs: object,
+        blocks_cache_key: object,
+        remote_accessible: object,
+        tensors: object = None,
     ) -> Operation[Any]:
         desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
-        addresses = list(instance("addrs", addrs, list))
+        addresses, owners = caches.given_memory(desc, addrs, tensors)
         key = _optional_blocks_key(blocks_cache_key)
-        options = {"blocks_key": key, "blocks": True, "remote_accessible": remote_accessible}
+        options = {"blocks_key": key, "blocks": True, "remote_accessible": remote_accessible, "owners": owners}
         return self._registered("register_blocks_cache", desc, addresses, **options)
 
     def _registered(self, name: str, desc: CacheDesc, addresses: list[Any], **options: Any) -> Operation[Any]:
@@ -180,6 +229,17 @@ class Manager:
 
         return Operation("unregister_cache", run)
 
+    def publish_cache(self, cache: object, cache_keys: object) -> Operation[None]:
+        handle: Any = instance("cache", cache, Cache, KvCache)
+        keys = caches.checked_keys(cache_keys)
+        caches.check_prompt_keys(self._node, self._dialect, keys)
+        require(bool(keys), "cache_keys must not be empty")
+
+        async def run() -> None:
+            caches.publish(self._node, self._dialect, caches.held(self._node, handle), keys)
+
+        return Operation("publish_cache", run)
+
     def remove_cache_key(self, cache_key: object) -> Operation[None]:
         key = instance("cache_key", cache_key, CacheKey)
         if self._dialect.prompt_keys_only:
@@ -218,6 +278,14 @@ class Manager:
 
         return Operation("copy_cache", run, cache=dst_handle)
 
+    def copy_blocks(self, cache: object, copy_block_info: object) -> Operation[None]:
+        copying = blocks.prepare_copy(self._node, self._dialect, cache, copy_block_info)
+        return Operation("copy_blocks", copying, cache=cast("Handle", cache))
+
+    def swap_blocks(self, src: object, dst: object, src_to_dst: object) -> Operation[None]:
+        swapping = blocks.prepare_swap(self._node, self._dialect, src, dst, src_to_dst)
+        return Operation("swap_blocks", swapping, cache=cast("Handle", dst))
+
     def get_cache_tensors(self, cache: object, tensor_index: object) -> list[Tensor]:
         """Plain in both faces: a view, without a copy and without a crossing."""
         handle: Any = instance("kv_cache", cache, KvCache, Cache)
@@ -237,6 +305,8 @@ class Manager:
 
         async def run() -> None:
             entry = self._node.registry.find(handle.cache_id)
+            if handle.cache_id == caches.UNMANAGED:
+                entry = blocks.bound_here(self._node, handle)
             if handle.quarantined and handle._binding is not entry:
                 raise caches.foreign(handle)
             if entry is not None and not await entry.idle(deadline, writers_only=True):
@@ -248,6 +318,17 @@ class Manager:
                 )
 
         return Operation("settled", run)
+
+
+def remap_registered_memory(mem_infos: object) -> NoReturn:
+    """Reserved: the checks of the original, then LLM_FEATURE_NOT_ENABLED. Here no memory has to be mapped again."""
+    infos: list[Any] = mem_infos if isinstance(mem_infos, list) else [mem_infos]
+    require(len(infos) > 0, "mem_infos must not be empty")
+    for info in infos:
+        require(isinstance(info, MemInfo), f"mem_infos must be a MemInfo or a list of them, got {info!r}")
+        require(info.mem_type is Memtype.MEM_TYPE_DEVICE, f"mem_infos: mem_type must be DEVICE, got {info.mem_type}")
+        require(info.addr != 0 and info.size > 0, f"mem_infos: addr and size must be above 0, got {info}")
+    not_enabled("remap_registered_memory")
 
 
 def _optional_blocks_key(key: object) -> BlocksCacheKey | None:

@@ -18,7 +18,7 @@ __all__ = ["Node"]
 
 @dataclass
 class Node:
-    """`role` changes with `switch_role`; the rest is fixed from `init` to `finalize`."""
+    """`role` changes with `switch_role`, `ranked` with `link`; the rest is fixed from `init` to `finalize`."""
 
     role: LLMRole
     settings: Settings
@@ -31,5 +31,7 @@ class Node:
     find_link: Callable[[int], Link | None]
     underway: dict[int, set[object]] = field(default_factory=dict)
     """By cluster, the pulls that have been asked for and not ended: none that comes later may overtake them."""
+    ranked: bool = False
+    """Whether `link` was called: what is registered afterwards is not remote accessible."""
     live: bool = True
     """False in a forked child."""

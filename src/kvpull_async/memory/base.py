@@ -103,8 +103,15 @@ class MemoryBackend(ABC):
         """The cache is gone. Views that the application still holds must stay readable."""
 
     @abstractmethod
-    def adopt(self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement) -> tuple[Region, ...]:
-        """Regions over memory that belongs to the caller. Does not touch it."""
+    def adopt(
+        self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement, owners: Sequence[object] = ()
+    ) -> tuple[Region, ...]:
+        """Regions over memory that belongs to the caller. Does not touch it. Each holds its one of `owners`, if any."""
+
+    def reach(self, regions: Sequence[Region]) -> None:
+        """Asked before adopted memory is used for the first time: LLM_PARAM_INVALID for addresses where there is none.
+        Does not touch it either, and knows nothing of later.
+        """
 
     def returning(self, placement: Placement) -> bool:
         """Whether memory of caches that are gone is about to come back, so that it is worth asking again."""
@@ -124,6 +131,16 @@ class MemoryBackend(ABC):
     @abstractmethod
     def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
         """Pieces to read, in the order of `segments`."""
+
+    def copying(
+        self, sources: Sequence[Region], destinations: Sequence[Region], pairs: NDArray[np.int64]
+    ) -> Generator[int, None, None]:
+        """Steps of a copy inside this memory, to be run off an event loop; each yields the bytes it copied.
+
+        `pairs` are rows of source region, byte offset, destination region, byte offset, length, of PIECE_BYTES at most.
+        No byte that is written may be read, too. `close()` ends it early: afterwards nothing is written any more.
+        """
+        return copy_batches(self.lending(sources, pairs[:, [0, 1, 4]]), self.landing(destinations, pairs[:, 2:]))
 
     def slices(self, regions: Sequence[Region], tensors: range, *, start: int, nbytes: int) -> list[memoryview]:
         """The same bytes of each of some tensors, all at once: for `direct` memory, few tensors and few bytes."""

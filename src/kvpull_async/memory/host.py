@@ -9,18 +9,22 @@ import ctypes
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Allocation, Batches, MemoryBackend, Region
+from kvpull_async.memory.copying import CancelFlag, copy_rows
+from kvpull_async.memory.mapped import mapped
 from kvpull_async.memory.publications import Publications
 from kvpull_async.memory.shared import SharedFile
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import Placement
+from kvpull_async.values._check import require
 
 __all__ = ["HostMemory"]
 
@@ -41,7 +45,7 @@ class HostMemory(MemoryBackend):
         self._leaving = dict.fromkeys(Placement, 0)
         """What others still have mapped of caches that are gone."""
         self._lock = threading.RLock()  # protects _used and _leaving: caches are allocated in worker threads
-        self.publications = Publications()
+        self.publications: Publications = Publications()
         self._files: weakref.WeakSet[SharedFile] = weakref.WeakSet()
 
     def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
@@ -74,8 +78,19 @@ class HostMemory(MemoryBackend):
         for file in tuple(self._files):  # the memory is for handles and views, but nobody maps it any more
             file.unshare()
 
-    def adopt(self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement) -> tuple[Region, ...]:
-        return tuple(Region(address, tensor_nbytes, placement) for address in addresses)
+    def adopt(
+        self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement, owners: Sequence[object] = ()
+    ) -> tuple[Region, ...]:
+        pairs = zip(addresses, owners or repeat(None, len(addresses)), strict=True)
+        return tuple(Region(address, tensor_nbytes, placement, owner) for address, owner in pairs)
+
+    def reach(self, regions: Sequence[Region]) -> None:
+        for i, region in enumerate(regions):
+            require(
+                mapped(region.address, region.nbytes),
+                f"there is no memory at the address given for tensor {i} ({region.address:#x}, "
+                f"{region.nbytes} bytes): it is wrong, or was freed",
+            )
 
     def views(self, regions: Sequence[Region]) -> list[memoryview]:
         return [_view(region) for region in regions]
@@ -85,6 +100,20 @@ class HostMemory(MemoryBackend):
 
     def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
         return _batches(regions, segments, _readonly_view)
+
+    def copying(
+        self, sources: Sequence[Region], destinations: Sequence[Region], pairs: NDArray[np.int64]
+    ) -> Generator[int, None, None]:
+        """From address to address: a view for each of many small rows costs more than the copy."""
+        into, out_of = _addresses(destinations, pairs[:, 2:4]), _addresses(sources, pairs[:, :2])
+        lengths = np.ascontiguousarray(pairs[:, 4])
+        ends, flag = np.cumsum(lengths), CancelFlag()
+        at = done = 0
+        while at < len(lengths):
+            fit = int(np.searchsorted(ends, done + PIECE_BYTES, "right"))
+            step = slice(at, min(max(fit, at + 1), at + _ROWS))
+            yield copy_rows(into[step], out_of[step], lengths[step], flag)
+            at, done = step.stop, int(ends[step.stop - 1])
 
     def _reserve(self, nbytes: int, placement: Placement) -> None:
         with self._lock:
@@ -135,6 +164,13 @@ def _view(region: Region) -> memoryview:
 
 def _readonly_view(region: Region) -> memoryview:
     return _view(region).toreadonly()
+
+
+def _addresses(regions: Sequence[Region], places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Where the rows of region and byte offset begin."""
+    starts = np.array([region.address for region in regions], np.uint64)
+    found: NDArray[np.uint64] = starts[places[:, 0]] + places[:, 1].astype(np.uint64)
+    return found
 
 
 def _rows(segments: NDArray[np.int64]) -> Iterator[list[int]]:

@@ -55,7 +55,7 @@ class SharedFile:
 
     def __init__(self, nbytes: int, *, name: str = "kvpull-cache", needed: bool = False) -> None:
         """OSError when there is no memory or no descriptor. `needed` takes a descriptor though few are left."""
-        self.number = next(_numbers)
+        self.number: int = next(_numbers)
         self.nbytes = nbytes
         available = _available()
         if nbytes > available:  # the kernel would kill a process rather than refuse
@@ -63,7 +63,7 @@ class SharedFile:
         writable = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(writable, nbytes)
-            self.address = _map(writable, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+            self.address: int = _map(writable, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
             try:
                 if nbytes >= _HUGE_PAGE and _huge_on_advice():  # only a page fault takes the advice
                     _LIBC.madvise(self.address, nbytes, _MADV_POPULATE_WRITE)

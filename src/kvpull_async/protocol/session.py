@@ -12,18 +12,20 @@ import hmac
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Decoder, Frame, FrameError, Message
+from kvpull_async.protocol.identity import Identity, Peer
 from kvpull_async.status import LLMStatusCode, status_of
 
 __all__ = ["Asked", "Event", "Failed", "Identity", "Peer", "Ready", "Received", "Session", "State"]
 
 IN_FLIGHT_LIMIT: Final = 64
+WATCHES_LIMIT: Final = 4096
 FRAMES_AT_ONCE: Final = 128
 """Most frames handled in one step, so that a flood of small ones holds nobody else up."""
 TABLES_LIMIT: Final = 2 * frames.TAIL_LIMIT
@@ -44,30 +46,6 @@ class State(enum.Enum):
 
 
 _OVER: Final = (State.FAILED, State.CLOSED)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this side is: the incarnation is random per `init`, `paths` are the kinds of data path it can use."""
-
-    cluster_id: int
-    incarnation: bytes
-    paths: tuple[str, ...] = ()
-    secret: bytes | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Who the other side is, as far as the greeting told. `token` names the link. The accepting side learns the `paths`
-    that the peer can use, the dialling side the `offers` made for them.
-    """
-
-    cluster_id: int
-    incarnation: bytes
-    lane: int
-    token: bytes = field(default=b"", repr=False)
-    paths: tuple[str, ...] = ()
-    offers: tuple[tuple[str, bytes], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -99,9 +77,14 @@ class Received:
 
 
 Event = Asked | Ready | Failed | Received
+Asking = frames.Request | frames.Offer | frames.Watch
+Answering = frames.Grant | frames.Refuse | frames.Result | frames.Appeared | frames.Accept
 
-_TO_SERVER: Final = (frames.Request, frames.Cancel, frames.Done, frames.Check, frames.Read, frames.Bye)
-_TO_REQUESTER: Final = (frames.Grant, frames.Refuse, frames.DoneAck, frames.Checked, frames.ByeAck)
+_ASKING: Final = (frames.Request, frames.Offer, frames.Watch)
+_ENDING: Final = (frames.Grant, frames.Refuse, frames.Result, frames.Appeared)
+"""What ends a request, an offer or a watch."""
+_TO_SERVER: Final = (*_ASKING, frames.Cancel, frames.Done, frames.Check, frames.Read, frames.Bye)
+_TO_REQUESTER: Final = (*_ENDING, frames.Accept, frames.DoneAck, frames.Checked, frames.ByeAck)
 
 
 class Session:
@@ -120,9 +103,9 @@ class Session:
         token: bytes = b"",
         entropy: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
-        self.state = State.NEW
-        self.late_answers = 0
-        self.more = False
+        self.state: State = State.NEW
+        self.late_answers: int = 0
+        self.more: bool = False
         """Whether frames may be left that came with the last bytes: call `receive` again, with none."""
         self._identity = identity
         self._dialer = dialer
@@ -138,6 +121,7 @@ class Session:
         self._last_request = 0
         self._open: dict[int, int] = {}
         """Requests in flight and, on the serving side, the bytes of their tables."""
+        self._watches: set[int] = set()
 
     # -- what the owner calls ---------------------------------------------------------------------------------------
 
@@ -159,6 +143,7 @@ class Session:
             token=self._token,
             authenticates=self._identity.secret is not None,
             paths=list(self._identity.paths),
+            group=self._identity.group,
         )
         self._put(self._hello)
         self.state = State.GREETING
@@ -219,6 +204,7 @@ class Session:
     def end_request(self, request_id: int) -> None:
         """The request is over on this side: a later answer to it is dropped, or (serving) its place is free."""
         self._open.pop(request_id, None)
+        self._watches.discard(request_id)
 
     def close(self) -> None:
         if self.state is not State.FAILED:
@@ -335,7 +321,7 @@ class Session:
         self._events.append(Ready(peer))
 
     def _peer_of(self, hello: frames.Hello, *, token: bytes) -> Peer:
-        return Peer(hello.cluster_id, hello.incarnation, hello.lane, token, tuple(hello.paths))
+        return Peer(hello.cluster_id, hello.incarnation, hello.lane, token, tuple(hello.paths), group=hello.group)
 
     def _proof(self, welcome: frames.Welcome | None = None) -> bytes:
         """HMAC over all that was said so far: no proof can be replayed, reflected, or moved to other words. The
@@ -360,32 +346,37 @@ class Session:
         elif not isinstance(message, expected):
             side = "requesting" if self.requests else "serving"
             self.fail(f"{type(message).__name__} sent to the {side} side", LLMStatusCode.LLM_LINK_FAILED)
-        elif isinstance(message, (frames.Grant, frames.Refuse)):
+        elif isinstance(message, (*_ENDING, frames.Accept)):
             self._answered(message, tail)
-        elif isinstance(message, frames.Request):
+        elif isinstance(message, _ASKING):
             self._asked(message, bytes(tail))
         else:
             self._events.append(Received(message))
 
-    def _answered(self, message: frames.Grant | frames.Refuse, tail: bytes | memoryview) -> None:
+    def _answered(self, message: Answering, tail: bytes | memoryview) -> None:
         if message.request_id in self._open:
-            del self._open[message.request_id]
+            if isinstance(message, _ENDING):
+                del self._open[message.request_id]
             self._events.append(Received(message, tail))
         elif 0 < message.request_id <= self._last_request:
             self.late_answers += 1
         else:
             self.fail(f"an answer to request {message.request_id}, which was never sent", LLMStatusCode.LLM_LINK_FAILED)
 
-    def _asked(self, request: frames.Request, tail: bytes) -> None:
+    def _asked(self, request: Asking, tail: bytes) -> None:
         if request.request_id <= self._last_request:
             self.fail(f"request id {request.request_id} came out of order", LLMStatusCode.LLM_LINK_FAILED)
-        elif len(self._open) >= IN_FLIGHT_LIMIT:
+        elif isinstance(request, frames.Watch) and len(self._watches) >= WATCHES_LIMIT:
+            self.fail(f"more than {WATCHES_LIMIT} watches", LLMStatusCode.LLM_LINK_FAILED)
+        elif len(self._open) - len(self._watches) >= IN_FLIGHT_LIMIT:  # a watch lies here for long, in nobody's way
             self.fail(f"more than {IN_FLIGHT_LIMIT} requests in flight", LLMStatusCode.LLM_LINK_FAILED)
         elif tail and sum(self._open.values()) + len(tail) > TABLES_LIMIT:
             self.fail(f"more than {TABLES_LIMIT} bytes of tables in flight", LLMStatusCode.LLM_LINK_FAILED)
         else:
             self._last_request = request.request_id
             self._open[request.request_id] = len(tail)
+            if isinstance(request, frames.Watch):
+                self._watches.add(request.request_id)
             self._events.append(Received(request, tail))
 
     def _put(self, message: Message, *tail: bytes | memoryview) -> None:

@@ -48,7 +48,7 @@ class Gate:
     """
 
     def __init__(self, *, limit: float = _LIMIT) -> None:
-        self.held = 0
+        self.held: int = 0
         """How often a thread had to wait here."""
         self._limit = limit
         self._times: int | None = None
@@ -107,9 +107,9 @@ class GatedMemory(MemoryBackend):
     direct = False
 
     def __init__(self, inner: MemoryBackend, *, after: int = 1) -> None:
-        self.name = f"gated {inner.name}"
-        self.landing_gate = Gate()
-        self.lending_gate = Gate()
+        self.name: str = f"gated {inner.name}"
+        self.landing_gate: Gate = Gate()
+        self.lending_gate: Gate = Gate()
         self._inner = inner
         self._after = after
 
@@ -119,8 +119,13 @@ class GatedMemory(MemoryBackend):
     def free(self, allocation: Allocation) -> None:
         self._inner.free(allocation)
 
-    def adopt(self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement) -> tuple[Region, ...]:
-        return self._inner.adopt(addresses, tensor_nbytes=tensor_nbytes, placement=placement)
+    def adopt(
+        self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement, owners: Sequence[object] = ()
+    ) -> tuple[Region, ...]:
+        return self._inner.adopt(addresses, tensor_nbytes=tensor_nbytes, placement=placement, owners=owners)
+
+    def reach(self, regions: Sequence[Region]) -> None:
+        self._inner.reach(regions)
 
     def views(self, regions: Sequence[Region]) -> list[memoryview]:
         return self._inner.views(regions)
@@ -154,7 +159,7 @@ class Faults:
     """
 
     def __init__(self) -> None:
-        self.stalled = False
+        self.stalled: bool = False
         self._frames_left = 0
         self._lock = threading.Lock()  # protects _channels and _frames_left
         self._channels: set[FaultyChannel] = set()
@@ -209,9 +214,9 @@ class FaultyChannel(ControlChannel):
     """One end of a control channel that suffers `faults`."""
 
     def __init__(self, inner: ControlChannel, faults: Faults) -> None:
-        self.peer = inner.peer
-        self.arrivals = Arrivals(self._taken)
-        self.loop = asyncio.get_running_loop()
+        self.peer: str = inner.peer
+        self.arrivals: Arrivals = Arrivals(self._taken)
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self._inner = inner
         self._faults = faults
         self._ended = False
@@ -314,7 +319,7 @@ class FaultyTransport(Transport, PathKind):
     """Another transport whose control channels suffer `faults`. Its data paths are left alone."""
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
-        self.name = inner.name
+        self.name: str = inner.name
         self._inner = inner
         self._faults = faults
 

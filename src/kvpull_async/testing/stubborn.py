@@ -51,10 +51,14 @@ class StubbornPath(DataPath):
     """
 
     def __init__(self, inner: DataPath) -> None:
-        self.name = inner.name
+        self.name: str = inner.name
         self._inner = inner
         self._running: set[asyncio.Future[None]] = set()
         self._aborted = False
+
+    @property
+    def prepared(self) -> bool:  # type: ignore[override]  # as the path below is
+        return self._inner.prepared
 
     async def ready(self, deadline: Deadline) -> None:
         await self._inner.ready(deadline)
@@ -106,7 +110,7 @@ class StubbornTransport(Transport, PathKind):
     """Another transport whose paths are stubborn."""
 
     def __init__(self, inner: Transport) -> None:
-        self.name = inner.name
+        self.name: str = inner.name
         self._inner = inner
 
     async def listen(self, address: Address, on_channel: OnChannel) -> Listener:

@@ -23,9 +23,9 @@ class Arrivals:
     """`taken` hears how many bytes have been handed on. Nothing is kept as long as a callback takes what comes."""
 
     def __init__(self, taken: Callable[[int], object] = _nothing) -> None:
-        self.unread = 0
+        self.unread: int = 0
         """Bytes that wait here."""
-        self.paused = False
+        self.paused: bool = False
         self._taken = taken
         self._waiting: deque[bytes] = deque()
         self._reader: asyncio.Future[None] | None = None

@@ -138,9 +138,13 @@ class Standing(Protocol):
 
 
 class DataPath(ABC):
-    """Moves payload between the two ends of one link in one direction (the lane's)."""
+    """Moves payload between the two ends of one link, for one lane's requests: to the side that asks, or from it if it
+    pushes. Then the pushing side is the source, and the receiver does what a puller does.
+    """
 
     name: str
+    prepared: bool = True
+    """Whether a push may `serve` before the receiver has made sure that payload can move."""
     opens: bool = False
     """Whether the puller may read memory without asking once it has been granted: `standing`."""
 

@@ -26,7 +26,7 @@ class Payload:
     """One payload socket and the thread that owns it."""
 
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
-        self.broken = False
+        self.broken: bool = False
         self.ended: asyncio.Future[None] = loop.create_future()
         self._sock = sock
         self._loop = loop
@@ -44,15 +44,18 @@ class Payload:
         transfer.drop()
 
     def alive(self) -> bool:
-        """False when the connection has ended, also when only the peer knows so far."""
+        """Between transfers: False when the connection has ended, also when only the peer knows so far, or holds bytes
+        of a transfer that was given up.
+        """
         if self.broken:
             return False
         try:
-            return self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
             return False
+        return False
 
     def abort(self) -> None:
         if not self.broken:
@@ -81,7 +84,7 @@ class TcpTransfer:
     """One grant's bytes through a payload connection, in its thread."""
 
     def __init__(self, payload: Payload, work: Work) -> None:
-        self.cancelled = False
+        self.cancelled: bool = False
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[int] = self._loop.create_future()
         self.settled: asyncio.Future[None] = self._loop.create_future()

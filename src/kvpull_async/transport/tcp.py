@@ -308,6 +308,10 @@ class TcpPath(StreamPath):
     async def dial(self, deadline: Deadline) -> socket.socket:
         return await self._transport.dial_payload(self._seed, deadline)
 
+    @property
+    def prepared(self) -> bool:  # type: ignore[override]  # the other paths need no connection
+        return self._usable()
+
     def abort(self) -> None:
         self._transport.detach(self._seed)
         super().abort()

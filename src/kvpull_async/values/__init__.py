@@ -11,7 +11,6 @@ from kvpull_async.values.enums import DataType, LLMRole, Memtype, Placement, Reg
 from kvpull_async.values.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from kvpull_async.values.tensor import Tensor, TensorDesc
 from kvpull_async.values.transfer import (
-    CacheTask,
     LayerSynchronizer,
     MemInfo,
     TransferConfig,
@@ -26,7 +25,6 @@ __all__ = [
     "CacheDesc",
     "CacheKey",
     "CacheKeyByIdAndIndex",
-    "CacheTask",
     "DataType",
     "KvCache",
     "LLMClusterInfo",

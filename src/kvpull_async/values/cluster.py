@@ -53,8 +53,8 @@ class LLMClusterInfo:
     ``remote_role_type`` is kept for existing callers and used for nothing. Errors: TypeError, ValueError.
     """
 
-    remote_cluster_id = Checked["int | None"](uint64)
-    remote_role_type = Checked["LLMRole | int | None"](_role)
+    remote_cluster_id: Checked[int | None] = Checked(uint64)
+    remote_role_type: Checked[LLMRole | int | None] = Checked(_role)
 
     def __init__(self) -> None:
         self._local: list[tuple[int, int]] = []

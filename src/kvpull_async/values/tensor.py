@@ -57,6 +57,11 @@ class Tensor:
 
     Without ``tensor_desc`` type and shape are the data's. Errors: TypeError for other data; RuntimeError for an array
     that is not contiguous, has no matching DataType, or disagrees with ``tensor_desc``.
+
+    Other libraries take it without a copy: ``torch.from_dlpack(tensor)``, ``numpy.from_dlpack(tensor)``, and from
+    Python 3.12 on whatever takes a buffer. Both sides see each other's writes, and allocated memory stays while any of
+    them holds it, also after its cache was released. The bits of DT_BF16 come as uint16, since numpy has no such type:
+    ``torch.from_dlpack(tensor).view(torch.bfloat16)`` is the tensor itself.
     """
 
     def __init__(self, data: NDArray[Any] | Tensor | int, tensor_desc: TensorDesc | None = None) -> None:
@@ -101,6 +106,19 @@ class Tensor:
             return widened
         _require(copy or self.dtype is not DataType.DT_STRING, "string data needs copy=True")
         return self._array.copy() if copy else self._array
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        """The array's own answer, with what its numpy knows of the protocol. BufferError for DT_STRING."""
+        return self._array.__dlpack__(**asked)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The CPU, always."""
+        kind, number = self._array.__dlpack_device__()
+        return int(kind), int(number)
+
+    def __buffer__(self, flags: int, /) -> memoryview:
+        """For Python 3.12 and newer, which ask for it."""
+        return self._array.data
 
     def __repr__(self) -> str:
         return f"Tensor({self.dtype.name}, {self.shape})"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import NoReturn
 
-from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values._check import (
     UINT64_MAX,
     Checked,
@@ -39,8 +38,13 @@ class LayerSynchronizer(ABC):
     """The caller's gate before each layer of a ``transfer_cache_async``. Subclass it."""
 
     @abstractmethod
-    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        """Wait until the layer may be sent; False ends the transfer with LLM_PARAM_INVALID."""
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool | Awaitable[bool]:
+        """Wait until the layer may be sent; False ends the transfer with LLM_PARAM_INVALID.
+
+        Called once for each layer that is to be sent, in order, with None for the timeout, on a thread of that
+        transfer: it may block. What it raises becomes the status of the configs that want the layer. In the awaitable
+        API it may be a coroutine function (``async def``); it then runs on the loop that called.
+        """
 
 
 def _addresses(name: str, value: object) -> list[int]:
@@ -63,11 +67,11 @@ class TransferConfig:
     ``dst_addrs`` (list or tuple of uint64) has two addresses per layer of ``src_layer_range``: the transfer checks it.
     """
 
-    dst_cluster_id = Checked[int](uint64)
-    dst_addrs = Checked["list[int]"](_addresses)
-    src_layer_range = Checked["range | None"](_optional_layers)
-    dst_layer_range = Checked["range | None"](_optional_layers)
-    src_batch_index = Checked[int](uint32)
+    dst_cluster_id: Checked[int] = Checked(uint64)
+    dst_addrs: Checked[list[int]] = Checked(_addresses)
+    src_layer_range: Checked[range | None] = Checked(_optional_layers)
+    dst_layer_range: Checked[range | None] = Checked(_optional_layers)
+    src_batch_index: Checked[int] = Checked(uint32)
 
     def __init__(
         self,
@@ -91,10 +95,10 @@ class TransferWithCacheKeyConfig:
     one by one, so the rules that join two of them are tested again by the transfer, through ``check``.
     """
 
-    cache_key = Checked["BlocksCacheKey | CacheKeyByIdAndIndex"](_cache_key)
-    src_layer_range = Checked["range"](layer_range)
-    dst_layer_range = Checked["range"](layer_range)
-    src_batch_index = Checked[int](uint32)
+    cache_key: Checked[BlocksCacheKey | CacheKeyByIdAndIndex] = Checked(_cache_key)
+    src_layer_range: Checked[range] = Checked(layer_range)
+    dst_layer_range: Checked[range] = Checked(layer_range)
+    src_batch_index: Checked[int] = Checked(uint32)
 
     def __init__(
         self,
@@ -120,24 +124,3 @@ class TransferWithCacheKeyConfig:
         require(len(src) == len(dst), f"src_layer_range {src} and dst_layer_range {dst} must be equally long")
         if isinstance(self.cache_key, BlocksCacheKey):
             require(self.src_batch_index == 0, f"src_batch_index must be 0 for blocks, got {self.src_batch_index}")
-
-
-class CacheTask:
-    """A running ``transfer_cache_async``. Not available yet: both methods raise LLM_FEATURE_NOT_ENABLED."""
-
-    def __init__(self, handle: object) -> None:
-        self._handle = handle
-
-    def synchronize(self, timeout_in_millis: int | None = None) -> LLMStatusCode:
-        """Wait (ms, uint32; None = to the end) and return the first status other than LLM_SUCCESS, else that."""
-        self._refuse(timeout_in_millis)
-
-    def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
-        """Wait as ``synchronize`` does and return one status per config, None where it was never reached."""
-        self._refuse(timeout_in_millis)
-
-    def _refuse(self, timeout_in_millis: int | None) -> NoReturn:
-        if timeout_in_millis is not None:
-            uint32("timeout_in_millis", timeout_in_millis)
-        code = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-        raise LLMException("transfer_cache_async is not available in this version", status_code=code)

@@ -28,6 +28,9 @@ OWN_VALUES = [
     ("lease_margin", 4, "kvpull.LeaseMargin", "4", "lease_margin_ms", 4),
     ("reconnect_grace", 4, "kvpull.ReconnectGrace", "4", "reconnect_grace_ms", 4),
     ("inline_limit", 4, "kvpull.InlineLimit", "4", "inline_limit", 4),
+    ("rank_hosts", "node_0=10.0.0.4", "kvpull.RankHosts", "node_0=10.0.0.4", "rank_hosts", "node_0=10.0.0.4"),
+    ("rank_port_base", 30000, "kvpull.RankPortBase", "30000", "rank_port_base", 30000),
+    ("rank_link_timeout", 4, "kvpull.RankLinkTimeout", "4", "rank_link_timeout_ms", 4),
     ("device_backend", "auto", "kvpull.DeviceBackend", "auto", "device_backend", "auto"),
     ("allow_process_vm_read", "off", "kvpull.AllowProcessVmRead", "off", "allow_process_vm_read", "off"),
 ]

@@ -32,7 +32,7 @@ def test_defaults() -> None:
     assert (made.role, made.cluster_id, made.listen, made.device_ids) == (LLMRole.PROMPT, 1, None, (0,))
     assert (made.cache_manager_mode, made.remote_cache_access, made.transfer_backend) == (False, False, "auto")
     assert (made.sync_kv_timeout_ms, made.device_pool_bytes, made.host_pool_bytes) == (1000, None, None)
-    assert (made.link_retry_count, made.link_total_time_ms, made.max_links) == (1, 0, 512)
+    assert (made.link_retry_count, made.link_total_time_s, made.max_links) == (1, 0, 512)
     assert (made.link_secret, made.ignored_options, made.unknown_options) == (None, (), ())
     assert made == Settings(LLMRole.PROMPT, 1)
     with pytest.raises(FrozenInstanceError):
@@ -52,7 +52,7 @@ def test_what_a_config_says() -> None:
     assert (made.device_ids, made.listen, made.sync_kv_timeout_ms) == ((2, 3), ("127.0.0.2", 26000), 250)
     assert (made.device_pool_bytes, made.host_pool_bytes) == (1024, 2**64 - 1)
     assert (made.cache_manager_mode, made.remote_cache_access, made.enable_switch_role) == (True, True, True)
-    assert (made.link_retry_count, made.link_total_time_ms) == (3, 2**32 - 1)
+    assert (made.link_retry_count, made.link_total_time_s) == (3, 2**32 - 1)
     assert made.ignored_options == ()
 
 
@@ -84,16 +84,37 @@ def test_wrong_types(role: Any, cluster_id: Any, options: Any, error: type[Excep
         ("ge.exec.deviceId", ""),
         ("llm.LinkRetryCount", "101"),
         ("llm.LinkTotalTime", "-1"),
+        ("llm.LinkTotalTime", "4294967296"),
+        ("llm.LinkRetryCount", "0"),
+        ("ge.session_device_id", "x"),
+        ("ge.session_device_id", "0;1"),
+        ("llm.RdmaTrafficClass", "-1"),
+        ("llm.RdmaTrafficClass", "4294967296"),
+        ("llm.RdmaTrafficClass", ""),
+        ("llm.RdmaServiceLevel", "high"),
+        ("llm.OutputMaxSize", "1.5"),
+        ("llm.OutputMaxSize", "--1"),
+        ("llm.MemoryUtilization", "1.1"),
+        ("llm.MemoryUtilization", "nan"),
+        ("llm.MemoryUtilization", "most"),
+        ("llm.ClusterInfo", "{"),
+        ("llm.ClusterInfo", ""),
         ("llm.MemPoolConfig", "{"),
+        ("llm.MemPoolConfig", "[" * 100_000),
         ("llm.MemPoolConfig", "[]"),
         ("llm.MemPoolConfig", "{}"),
         ("llm.MemPoolConfig", '{"memory_size": -1}'),
         ("llm.MemPoolConfig", '{"memory_size": "1"}'),
+        ("llm.MemPoolConfig", '{"memory_size": 18446744073709551616}'),
+        ("llm.MemPoolConfig", '{"memory_size": true}'),
+        ("llm.MemPoolConfig", '{"memory_size": 1, "page_shift": 9}'),
         ("llm.HostMemPoolConfig", '{"memory_size": 1, "page_shift": 31}'),
         ("ge.flowGraphMemMaxSize", "1,2"),
         ("llm.TransferBackend", "rdma"),
         ("llm.TransferBackend", ""),
         ("kvpull.QueueLimit", "0"),
+        ("kvpull.QueueLimit", ""),
+        ("kvpull.LinkSecret", ""),
         ("kvpull.LinkBusyPolicy", "drop"),
         ("kvpull.AllowInsecureNetwork", "maybe"),
     ],
@@ -112,9 +133,24 @@ def test_an_option_goes_before_the_environment() -> None:
     assert (made.queue_limit, made.link_secret) == (6, b"option")
 
 
-@pytest.mark.parametrize(("text", "mode"), [("1", True), ("0", False), ("true", False), ("", False)])
-def test_only_exactly_1_chooses_the_cache_manager(text: str, mode: bool) -> None:
-    assert settings({"llm.EnableCacheManager": text}).cache_manager_mode is mode
+def test_the_memory_of_a_whole_device_is_a_number() -> None:
+    settings({"ge.flowGraphMemMaxSize": str(9 * 2**30), "llm.MemPoolConfig": '{"memory_size": 18737418240}'})
+    refused({"ge.flowGraphMemMaxSize": str(2**64)})
+
+
+SWITCHES = {
+    "llm.EnableCacheManager": "cache_manager_mode",
+    "llm.EnableRemoteCacheAccessible": "remote_cache_access",
+    "llm.EnableSwitchRole": "enable_switch_role",
+}
+
+
+@pytest.mark.parametrize(("name", "field"), SWITCHES.items())
+def test_a_switch_is_1_or_0_and_nothing_else_is_taken_for_off(name: str, field: str) -> None:
+    assert getattr(settings({name: "1"}), field) is True
+    assert getattr(settings({name: "0"}), field) is False
+    for text in ("true", "True", "2", "", " 1", "on"):
+        assert name in refused({name: text})
 
 
 def test_row_173_a_local_comm_res_alone_switches_both_on() -> None:
@@ -155,6 +191,31 @@ def test_the_acl_device_backend_says_so() -> None:
     refused({"kvpull.DeviceBackend": "acl"}, code=NOT_ENABLED)
 
 
+def test_both_device_options_are_checked_and_the_ids_are_those_of_the_longer_one() -> None:
+    assert settings({"ge.exec.deviceId": "2;3", "ge.session_device_id": "2"}).device_ids == (2, 3)
+    assert settings({"ge.session_device_id": "5"}).device_ids == (5,)
+    assert "ge.session_device_id" in refused({"ge.exec.deviceId": "2", "ge.session_device_id": "x"})
+
+
+def test_what_has_no_meaning_here_is_accepted_where_it_is_right() -> None:
+    right = {
+        "llm.RdmaTrafficClass": "4294967295",
+        "llm.RdmaServiceLevel": "0",
+        "llm.OutputMaxSize": "-1",
+        "llm.MemoryUtilization": "1",
+        "llm.ClusterInfo": '{"cluster_id": 1}',
+        "llm.GlobalResourceConfig": "",
+        "llm.deployResPath": "",
+        "ge.flowGraphMemMaxSize": "1",
+    }
+    assert settings(right).ignored_options == tuple(right)
+
+
+def test_what_a_local_comm_res_says_has_no_meaning_but_that_it_is_there_has() -> None:
+    assert settings({"llm.LocalCommRes": ""}).ignored_options == ()
+    assert settings({"llm.LocalCommRes": '{"version": "1.0"}'}).ignored_options == ("llm.LocalCommRes",)
+
+
 def test_known_names_without_a_meaning_are_reported() -> None:
     made = settings(
         {"llm.BufPoolCfg": "x", "llm.MemoryUtilization": "0.5", "llm.RdmaTrafficClass": "0", "llm.Role": "x"}
@@ -166,6 +227,19 @@ def test_known_names_without_a_meaning_are_reported() -> None:
 def test_unknown_vendor_names_are_reported_with_the_nearest() -> None:
     made = settings({"llm.ListenIpInfo": "x", "ge.zzz": "1"})
     assert made.unknown_options == (("llm.ListenIpInfo", "llm.listenIpInfo"), ("ge.zzz", None))
+
+
+def test_unknown_variables_are_reported_with_the_nearest() -> None:
+    wrong = {"KVPULL_QUEUE_LIMITS": "5", "kvpull_settle_timeout": "1", "KVPULL_SECRET_FILE": "f"}
+    wrong["KVPULL_SERVICE_HOST"] = "10.0.0.1"  # as schedulers write them for a service of that name
+    right = {"KVPULL_QUEUE_LIMIT": "5", "KVPULL_NO_EXTENSION": "1", "KVPULL_LINK_SECRET_FILE": "", "XKVPULL_A": "1"}
+    made = settings({}, {**wrong, **right})
+    assert made.queue_limit == 5
+    assert made.unknown_variables == (
+        ("KVPULL_QUEUE_LIMITS", "KVPULL_QUEUE_LIMIT"),
+        ("KVPULL_SECRET_FILE", "KVPULL_LINK_SECRET_FILE"),
+        ("kvpull_settle_timeout", "KVPULL_SETTLE_TIMEOUT"),
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvpull_async import CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode, Placement
-from kvpull_async.engine import awaited
+from kvpull_async.crossing import awaited
 from kvpull_async.testing.faults import GatedMemory
 from tests.loop_nodes import eventually
 from tests.side import DESC, Side, quarantine, status
@@ -138,8 +140,64 @@ def test_what_peers_may_read_by_themselves(newer: Side, placement: Placement, gi
         newer.run(newer.manager.register_cache(desc, [4096], (), 1))
 
 
+def test_after_a_link_by_rank_table_what_is_registered_is_not_remote_accessible(side: Side) -> None:
+    arrays = np.zeros((2, DESC.size), np.uint8)
+    addresses = [array.ctypes.data for array in arrays]
+    side.engine.node.ranked = True
+    for wanted in (None, False):
+        assert not side.run(side.manager.register_cache(DESC, addresses, (), wanted))._binding.remote_accessible
+    with pytest.raises(LLMException, match="after link"):
+        side.run(side.manager.register_cache(DESC, addresses, (), True))
+    assert side.run(side.manager.allocate_cache(DESC, ()))._binding.remote_accessible
+
+
 def test_registering_does_not_touch_the_memory(newer: Side) -> None:
     newer.run(newer.manager.register_cache(DESC, [1, 2], (), None))  # nothing is there
+
+
+def given(desc: CacheDesc = DESC) -> list[Any]:
+    return [np.full(desc.size, 7, np.uint8) for _ in range(desc.num_tensors)]
+
+
+def test_tensors_instead_of_addresses_stay_until_they_are_unregistered(newer: Side) -> None:
+    tensors = given()
+    addresses = [tensor.ctypes.data for tensor in tensors]
+    gone = [weakref.ref(tensor) for tensor in tensors]
+    plain = newer.run(newer.manager.register_cache(DESC, None, (), None, tensors))
+    blocks = newer.run(newer.manager.register_blocks_cache(DESC, None, None, None, tuple(tensors)))
+    assert plain.tensor_addrs == blocks.tensor_addrs == addresses
+    assert all((tensor == 7).all() for tensor in tensors)
+    del tensors
+    newer.run(newer.manager.unregister_cache(plain.cache_id))
+    gc.collect()
+    assert [look() is None for look in gone] == [False, False]
+    view = newer.tensor(blocks, 1)
+    newer.run(newer.manager.unregister_cache(blocks.cache_id))
+    gc.collect()
+    assert [look() is None for look in gone] == [True, False]
+    assert (view == 7).all()
+    del view
+    gc.collect()
+    assert gone[1]() is None
+
+
+@pytest.mark.parametrize("name", ["register_cache", "register_blocks_cache"])
+def test_memory_is_said_in_one_way(newer: Side, name: str) -> None:
+    register = getattr(newer.manager, name)
+    for addrs, tensors in (([4096, 8192], given()), ([], given()), (None, given()[:1])):
+        assert status(register, DESC, addrs, (), None, tensors) == PARAM_INVALID
+    for other in (None, 4096, given()[0]):
+        with pytest.raises(TypeError, match=r"addrs|tensors"):
+            register(DESC, None, (), None, other)
+
+
+def test_wrong_addresses_are_told_when_they_are_used(newer: Side) -> None:
+    wrong = newer.run(newer.manager.register_cache(DESC, [1, 4096], (), None))
+    right = newer.run(newer.manager.register_cache(DESC, None, (), None, given()))
+    for dst, src in ((wrong, right), (right, wrong)):
+        with pytest.raises(LLMException, match="no memory at the address") as caught:
+            newer.run(newer.copy(dst, src))
+        assert caught.value.status_code == PARAM_INVALID
 
 
 # -- releasing ---------------------------------------------------------------------------------------------------------

@@ -273,7 +273,25 @@ def test_block_lists_are_integers_of_any_type(make: Any) -> None:
     assert checked.src_blocks.tolist() == checked.dst_blocks.tolist() == [1, 3]
 
 
-@pytest.mark.parametrize("value", [None, 1, "12", [1.0], [None], ["1"], [True]])
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8, np.uint64])
+def test_block_lists_may_be_arrays_which_stay_as_they_are(dtype: type) -> None:
+    given = np.array([1, 3], dtype)
+    checked = blocks(BLOCKS_KEY, BLOCKS, given, given)
+    given[:] = 0
+    assert checked.src_blocks.tolist() == checked.dst_blocks.tolist() == [1, 3]
+    assert checked.src_blocks.dtype == np.int64
+
+
+@pytest.mark.parametrize("big", [[2**63], [1, 2**64], [-(2**63) - 1], np.array([2**63], np.uint64)])
+def test_block_numbers_beyond_int64_are_value_errors(big: Any) -> None:
+    with pytest.raises(ValueError, match="src_blocks"):
+        checks.block_lists(draft(), big, [1])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 1, "12", [1.0], [None], ["1"], [True], [1, True], np.ones(2), np.ones((1, 2), int), np.ones(2, bool)],
+)
 def test_block_lists_of_the_wrong_type(value: Any) -> None:
     with pytest.raises(TypeError, match="src_blocks"):
         checks.block_lists(draft(), value, [1])

@@ -19,9 +19,11 @@ from kvpull_async import (
     LLMException,
     LLMRole,
     LLMStatusCode,
+    MemInfo,
+    Memtype,
 )
-from kvpull_async.engine import awaited
-from kvpull_async.managers.manager import not_enabled
+from kvpull_async.crossing import awaited
+from kvpull_async.managers.manager import not_enabled, remap_registered_memory
 from tests.side import DESC, Side, quarantine, status
 
 PARAM_INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -270,8 +272,28 @@ def test_settled_takes_a_sensible_bound(side: Side, timeout: float) -> None:
         side.manager.settled(side.allocate(), timeout)
 
 
-def test_what_is_not_there_yet_says_so() -> None:
-    with pytest.raises(LLMException, match="push_cache is not available") as caught:
-        not_enabled("push_cache")
+def test_what_is_not_there_says_so() -> None:
+    with pytest.raises(LLMException, match="some_name is not available") as caught:
+        not_enabled("some_name")
     assert caught.value.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-    assert caught.value.operation == "push_cache"
+    assert caught.value.operation == "some_name"
+
+
+def test_memory_is_never_mapped_again_and_what_is_given_is_checked_first() -> None:
+    good = MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 64)
+    wrong = [
+        MemInfo(Memtype.MEM_TYPE_HOST, 4096, 64),
+        MemInfo(Memtype.MEM_TYPE_DEVICE, 0, 64),
+        MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 0),
+        None,
+        4096,
+    ]
+    for infos in (*wrong, *([good, info] for info in wrong), [], (good,)):
+        with pytest.raises(LLMException) as caught:
+            remap_registered_memory(infos)
+        assert caught.value.status_code == PARAM_INVALID, infos
+    for reserved in (good, [good], [good, good]):
+        with pytest.raises(LLMException) as caught:
+            remap_registered_memory(reserved)
+        assert caught.value.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+        assert caught.value.operation == "remap_registered_memory"

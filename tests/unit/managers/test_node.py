@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpull_async import CacheKey, LLMException, LLMRole
-from kvpull_async.engine import blocked
+from kvpull_async.crossing import blocked
 from kvpull_async.managers.dialect import CACHE, KV
 from kvpull_async.managers.manager import Manager
 from tests.side import DESC, Side

@@ -139,6 +139,13 @@ def test_adopted_memory_is_seen_by_both_sides() -> None:
     assert view[6] == 8
 
 
+def test_addresses_without_memory_are_told_by_tensor() -> None:
+    array, memory = np.zeros(64, np.uint8), HostMemory()
+    with pytest.raises(LLMException, match=r"tensor 1 .*0x10,") as caught:
+        memory.reach(memory.adopt([array.ctypes.data, 0x10], tensor_nbytes=64, placement=HOST))
+    assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+
+
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +207,18 @@ def test_a_landing_is_filled_where_the_segments_say_and_nowhere_else() -> None:
     expected = np.zeros(64, np.uint8)
     expected[60:63], expected[0:3] = (11, 12, 13), (14, 31, 32)
     assert target.tolist() == expected.tolist()
+
+
+def test_a_copy_inside_takes_as_many_rows_at_a_time_as_make_a_piece() -> None:
+    source, target = (
+        np.arange(4 * PIECE_BYTES // 4, dtype=np.uint32).view(np.uint8),
+        np.zeros(4 * PIECE_BYTES, np.uint8),
+    )
+    memory, each = HostMemory(), PIECE_BYTES // 4
+    pairs = np.array([(0, i * each, 0, (15 - i) * each, each) for i in range(16)], np.int64)
+    assert list(memory.copying(adopted(memory, source), adopted(memory, target), pairs)) == [PIECE_BYTES] * 4
+    assert np.array_equal(target.reshape(16, each), source.reshape(16, each)[::-1])
+    assert list(memory.copying(adopted(memory, source), adopted(memory, target), pairs[:0])) == []
 
 
 def test_closing_the_backend_twice_is_harmless() -> None:

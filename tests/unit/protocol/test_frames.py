@@ -19,7 +19,7 @@ from tests.wire import SAMPLES, mutate, sample
 
 BIG = 1 << 30
 KINDS = sorted(SAMPLES)
-WITH_TAIL = ("Grant", "Request")
+WITH_TAIL = ("Grant", "Offer", "Request")
 
 
 def decoded(data: bytes, *, limit: int = BIG) -> list[Frame]:
@@ -157,7 +157,7 @@ def test_a_body_beyond_its_frame_or_its_limit_is_refused(length: int, body: int)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in WITH_TAIL])
-def test_only_requests_and_grants_carry_a_tail(name: str) -> None:
+def test_only_requests_grants_and_offers_carry_a_tail(name: str) -> None:
     with pytest.raises(FrameError, match=f"a {name} frame carries no tail, 3 bytes came"):
         decoded(frames.encode(SAMPLES[name].message, b"abc"))
 
@@ -214,6 +214,27 @@ BAD_FIELDS = [
     ("Grant", "ticket", "text"),
     ("Grant", "start", -1),
     ("Grant", "start", 2**63),
+    ("Offer", "grant_id", bytes(15)),
+    ("Offer", "remaining_ms", 2**31),
+    ("Offer", "tensors", -1),
+    ("Offer", "tensors", 2**63),
+    ("Offer", "per_tensor", -1),
+    ("Offer", "blocks", -1),
+    ("Offer", "src_blocks", -1),
+    ("Offer", "block_nbytes", -32),
+    ("Offer", "first_tensor", -1),
+    ("Offer", "first_tensor", 2**32),
+    ("Offer", "src_tensor", -1),
+    ("Offer", "start", 2**63),
+    ("Offer", "key", "k" * 65),
+    ("Offer", "inline", 1),
+    ("Offer", "ticket", b"t" * 4097),
+    ("Result", "reason", "r" * 1025),
+    ("Result", "unsafe", None),
+    ("Watch", "entry", -1),
+    ("Watch", "request_id", -1),
+    ("Accept", "request_id", "1"),
+    ("Appeared", "request_id", -1),
     ("Done", "pull_id", "p" * 65),
     ("Check", "grant_id", bytes(15)),
     ("Read", "pulls", -1),

@@ -41,7 +41,7 @@ def sent(session: Session) -> list[Message]:
 
 REFUSED = "refused"
 HEARTBEAT = {"Ping": [frames.Pong], "Pong": Received}
-TO_SERVER = dict.fromkeys(("Request", "Cancel", "Done", "Check", "Read", "Bye"), Received)
+TO_SERVER = dict.fromkeys(("Request", "Offer", "Watch", "Cancel", "Done", "Check", "Read", "Bye"), Received)
 TO_REQUESTER = {"DoneAck": Received, "Checked": Received, "ByeAck": Received}
 TABLE: dict[tuple[str, str], dict[str, Any]] = {
     ("dialer", "new"): {"Reject": REFUSED},

@@ -44,11 +44,11 @@ HEARD_BY = {
     ("acceptor", "new"): ["Hello"],
     ("acceptor", "proving"): ["Prove"],
     ("acceptor", "deciding"): ["Prove"],
-    ("acceptor", "serves"): ["Request", "Cancel", "Done", "Bye", "Ping", "Pong"],
-    ("acceptor", "asks"): ["Grant", "Refuse", "DoneAck", "ByeAck"],
+    ("acceptor", "serves"): ["Request", "Offer", "Watch", "Cancel", "Done", "Bye", "Ping", "Pong"],
+    ("acceptor", "asks"): ["Grant", "Refuse", "Accept", "Result", "DoneAck", "ByeAck"],
     ("dialer", "greeting"): ["Challenge", "Reject"],
     ("dialer", "proving"): ["Welcome"],
-    ("dialer", "asks"): ["Grant", "Refuse", "DoneAck", "ByeAck", "Ping", "Pong"],
+    ("dialer", "asks"): ["Grant", "Refuse", "Accept", "Result", "Appeared", "DoneAck", "ByeAck", "Ping", "Pong"],
     ("dialer", "serves"): ["Request", "Cancel", "Done", "Bye"],
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import FrameError, Message
-from kvpull_async.protocol.session import FRAMES_AT_ONCE, IN_FLIGHT_LIMIT, Failed, Received, Session
+from kvpull_async.protocol.session import FRAMES_AT_ONCE, IN_FLIGHT_LIMIT, WATCHES_LIMIT, Failed, Received, Session
 from kvpull_async.status import LLMStatusCode
 from tests.wire import SAMPLES, deliver, drained, exchange, greeted
 
@@ -111,3 +111,115 @@ def test_a_message_too_large_is_not_sent_and_spoils_nothing() -> None:
     ask(asking)
     exchange(asking, serving)
     assert len(drained(serving)) == 1
+
+
+# --- offers and watches ---
+
+
+def offer(number: int) -> frames.Offer:
+    return msgspec.structs.replace(SAMPLES["Offer"].message, request_id=number)
+
+
+def watch(number: int) -> frames.Watch:
+    return msgspec.structs.replace(SAMPLES["Watch"].message, request_id=number)
+
+
+def result(number: int) -> frames.Result:
+    return frames.Result(number, int(LLMStatusCode.LLM_SUCCESS), "", unsafe=False)
+
+
+def test_an_offer_passes_with_its_tail_and_may_be_accepted_before_its_result() -> None:
+    asking, serving = greeted()
+    number = asking.new_request()
+    asking.send(offer(number), b"a table ", b"and bytes")
+    exchange(asking, serving)
+    assert drained(serving) == [Received(offer(number), b"a table and bytes")]
+    serving.send(frames.Accept(number))
+    serving.send(result(number))
+    exchange(asking, serving)
+    assert drained(asking) == [Received(frames.Accept(number)), Received(result(number))]
+    assert deliver(asking, frames.Accept(number)) == []  # after the result it is late
+    assert deliver(asking, result(number)) == []
+    assert asking.late_answers == 2
+
+
+def test_the_result_of_an_offer_that_was_given_up_is_dropped() -> None:
+    asking, _ = greeted()
+    number = asking.new_request()
+    asking.send(offer(number))
+    asking.end_request(number)
+    assert deliver(asking, frames.Accept(number)) == []
+    assert deliver(asking, result(number)) == []
+    assert asking.late_answers == 2
+
+
+@pytest.mark.parametrize("answer", [result, frames.Accept, frames.Appeared], ids=["result", "accept", "appeared"])
+def test_an_answer_to_an_offer_or_watch_that_never_was_is_a_failure(answer: Callable[[int], Message]) -> None:
+    asking, _ = greeted()
+    (failed,) = deliver(asking, answer(1))
+    assert failed == Failed("an answer to request 1, which was never sent", LINK_FAILED)
+
+
+@pytest.mark.parametrize("message", [offer(1), watch(1)], ids=["offer", "watch"])
+def test_only_the_requesting_side_offers_and_watches(message: Message) -> None:
+    asking, _ = greeted()
+    (failed,) = deliver(asking, message)
+    assert failed == Failed(f"{type(message).__name__} sent to the requesting side", LINK_FAILED)
+
+
+@pytest.mark.parametrize("message", [result(1), frames.Accept(1), frames.Appeared(1)], ids=lambda m: type(m).__name__)
+def test_only_the_serving_side_answers_them(message: Message) -> None:
+    _, serving = greeted()
+    (failed,) = deliver(serving, message)
+    assert failed == Failed(f"{type(message).__name__} sent to the serving side", LINK_FAILED)
+
+
+def test_requests_offers_and_watches_share_the_numbers_that_only_grow() -> None:
+    _, serving = greeted()
+    for message in (request(1), offer(2), watch(3)):
+        assert deliver(serving, message) == [Received(message)]
+    (failed,) = deliver(serving, offer(3))
+    assert failed == Failed("request id 3 came out of order", LINK_FAILED)
+
+
+def test_offers_count_among_the_requests_in_flight_and_so_do_their_tails() -> None:
+    _, serving = greeted()
+    for number in range(1, IN_FLIGHT_LIMIT + 1):
+        assert len(deliver(serving, offer(number))) == 1
+    serving.end_request(3)
+    assert len(deliver(serving, request(IN_FLIGHT_LIMIT + 1))) == 1
+    (failed,) = deliver(serving, offer(IN_FLIGHT_LIMIT + 2))
+    assert failed == Failed(f"more than {IN_FLIGHT_LIMIT} requests in flight", LINK_FAILED)
+    _, serving = greeted()
+    for number in (1, 2):
+        assert len(deliver(serving, offer(number), bytes(frames.TAIL_LIMIT))) == 1
+    (failed,) = deliver(serving, request(3), bytes(8))
+    assert "bytes of tables in flight" in failed.reason
+
+
+def test_watches_are_in_nobodys_way_and_bounded_too() -> None:
+    _, serving = greeted()
+    for number in range(1, WATCHES_LIMIT + 1):
+        assert len(deliver(serving, watch(number))) == 1
+    for number in range(WATCHES_LIMIT + 1, WATCHES_LIMIT + IN_FLIGHT_LIMIT + 1):
+        assert len(deliver(serving, request(number))) == 1
+    serving.end_request(5)
+    serving.end_request(WATCHES_LIMIT + 1)
+    last = WATCHES_LIMIT + IN_FLIGHT_LIMIT
+    assert len(deliver(serving, watch(last + 1))) == 1
+    (failed,) = deliver(serving, watch(last + 2))
+    assert failed == Failed(f"more than {WATCHES_LIMIT} watches", LINK_FAILED)
+
+
+def test_what_appeared_ends_its_watch() -> None:
+    asking, serving = greeted()
+    number = asking.new_request()
+    asking.send(watch(number))
+    exchange(asking, serving)
+    assert drained(serving) == [Received(watch(number))]
+    serving.end_request(number)
+    serving.send(frames.Appeared(number))
+    exchange(asking, serving)
+    assert drained(asking) == [Received(frames.Appeared(number))]
+    assert deliver(asking, frames.Appeared(number)) == []
+    assert asking.late_answers == 1

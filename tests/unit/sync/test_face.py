@@ -59,12 +59,6 @@ def test_both_faces_return_the_same(owner: str) -> None:
             assert vars(blocking)[name].__annotations__["return"] == theirs.__annotations__["return"], name
 
 
-@pytest.mark.parametrize("member", original_api.methods(), ids=".".join)
-def test_methods_take_what_the_originals_take(member: tuple[str, str]) -> None:
-    owner, name = member
-    assert original_api.signature(getattr(getattr(kvpull_sync, owner), name)) == original_api.SIGNATURES[owner][name]
-
-
 @pytest.mark.parametrize("owner", CLASSES)
 def test_every_public_member_points_to_its_description(owner: str) -> None:
     documented = getattr(kvpull_sync, owner)

@@ -13,7 +13,7 @@ import kvpull_async
 import kvpull_sync
 from tests import original_api
 
-OWN_KIND = {"LLMDataDist", "KvCacheManager", "CacheManager"}
+OWN_KIND = {"LLMDataDist", "KvCacheManager", "CacheManager", "CacheTask"}
 
 
 def test_the_names_are_those_of_the_awaitable_package() -> None:

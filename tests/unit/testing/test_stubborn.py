@@ -123,3 +123,11 @@ async def test_the_stubborn_transport_makes_stubborn_paths() -> None:
     nowhere = Span((), lambda: np.empty((0, 3), np.int64))
     assert isinstance(path, StubbornPath)
     assert (transport.name, path.name, path.describe(b"", nowhere)) == ("inproc", "inproc", b"")
+
+
+async def test_whether_a_push_may_set_out_at_once_is_for_the_path_below_to_say() -> None:
+    below = SlowPath()
+    path = StubbornPath(below)
+    for prepared in (True, False):
+        below.prepared = prepared
+        assert path.prepared is prepared

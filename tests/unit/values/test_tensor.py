@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvpull_async.values import DataType, Tensor, TensorDesc
+from tests.torch_cpu import torch_cpu
 
 BF16 = DataType.DT_BF16
 
@@ -118,3 +120,81 @@ def test_disagreement_is_a_runtime_error(data: Any, desc: TensorDesc | None) -> 
 def test_other_data_is_a_type_error(data: Any, desc: Any) -> None:
     with pytest.raises(TypeError):
         Tensor(data, desc)
+
+
+# -- other libraries ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+def test_numpy_takes_it_without_a_copy() -> None:
+    data = np.arange(6, dtype=np.float32).reshape(2, 3)
+    tensor = Tensor(data)
+    taken = np.from_dlpack(tensor)
+    assert tensor.__dlpack_device__() == (1, 0)
+    assert taken.shape == (2, 3)
+    assert np.shares_memory(taken, data)
+    data[1, 2] = 9
+    assert taken[1, 2] == 9
+
+
+@pytest.mark.smoke
+def test_the_bits_of_bfloat16_come_as_uint16() -> None:
+    bits = np.array([0x3F80, 0xC000], np.uint16)
+    taken = np.from_dlpack(Tensor(bits, TensorDesc(BF16, [2])))
+    assert taken.dtype == np.uint16
+    assert np.shares_memory(taken, bits)
+
+
+def test_strings_have_no_form_that_others_take() -> None:
+    with pytest.raises((BufferError, TypeError)):
+        np.from_dlpack(Tensor(np.array(["a"])))
+
+
+@pytest.mark.smoke
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="classes of Python give buffers from 3.12 on")
+def test_it_is_a_buffer() -> None:
+    data = np.arange(6, dtype=np.float32).reshape(2, 3)
+    buffer: Any = Tensor(data)
+    with memoryview(buffer) as view:
+        assert (view.format, view.shape, view.readonly) == ("f", (2, 3), False)
+    np.frombuffer(buffer, np.float32)[5] = 7
+    assert data[1, 2] == 7
+
+
+TORCH_TYPES = {
+    DataType.DT_FLOAT: "float32",
+    DataType.DT_FLOAT16: "float16",
+    DataType.DT_INT8: "int8",
+    DataType.DT_INT32: "int32",
+    DataType.DT_UINT8: "uint8",
+    DataType.DT_INT16: "int16",
+    DataType.DT_UINT16: "uint16",
+    DataType.DT_UINT32: "uint32",
+    DataType.DT_INT64: "int64",
+    DataType.DT_UINT64: "uint64",
+    DataType.DT_DOUBLE: "float64",
+    DataType.DT_BOOL: "bool",
+    DataType.DT_BF16: "uint16",
+}
+
+
+@pytest.mark.parametrize("dtype", TORCH_TYPES)
+def test_torch_takes_it_without_a_copy_and_both_see_what_is_written(dtype: DataType) -> None:
+    torch = torch_cpu()
+    memory = bytearray(6 * dtype.nbytes)
+    tensor = Tensor.from_buffer(memoryview(memory), TensorDesc(dtype, [2, 3]))
+    taken = torch.from_dlpack(tensor)
+    assert (taken.dtype, tuple(taken.shape)) == (getattr(torch, TORCH_TYPES[dtype]), (2, 3))
+    taken.view(torch.uint8).fill_(1)
+    assert memory == b"\1" * (6 * dtype.nbytes)
+    memory[-1] = 0
+    assert taken.view(torch.uint8).flatten()[-1] == 0
+
+
+def test_torch_sees_bfloat16_for_nothing() -> None:
+    torch = torch_cpu()
+    bits = np.array([0x3F80, 0xC000], np.uint16)
+    values = torch.from_dlpack(Tensor(bits, TensorDesc(BF16, [2]))).view(torch.bfloat16)
+    assert values.tolist() == [1.0, -2.0]
+    values[1] = 1.0
+    assert bits.tolist() == [0x3F80, 0x3F80]

@@ -1,4 +1,4 @@
-"""The arguments of transfers: construction, assignment, and the parts that are not available yet."""
+"""The arguments of transfers: construction and assignment."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.status import LLMException
 from kvpull_async.values import (
     BlocksCacheKey,
     CacheKey,
     CacheKeyByIdAndIndex,
-    CacheTask,
     LayerSynchronizer,
     MemInfo,
     Memtype,
@@ -53,6 +52,14 @@ def test_a_synchronizer_must_say_how() -> None:
     with pytest.raises(TypeError):
         Silent()  # type: ignore[abstract]
     assert Ready().synchronize_layer(0, None)
+
+
+async def test_a_synchronizer_may_be_a_coroutine_function() -> None:
+    class Later(LayerSynchronizer):
+        async def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+            return layer_index == 0
+
+    assert await Later().synchronize_layer(0, None)
 
 
 def test_transfer_config() -> None:
@@ -113,15 +120,3 @@ def test_transfer_by_key() -> None:
 def test_transfer_by_key_refusals(args: tuple[Any, ...], error: type[Exception]) -> None:
     with pytest.raises(error):
         TransferWithCacheKeyConfig(*args)
-
-
-@pytest.mark.parametrize("method", ["synchronize", "get_results"])
-def test_a_task_says_that_it_is_not_available(method: str) -> None:
-    call = getattr(CacheTask(object()), method)
-    with pytest.raises(LLMException) as caught:
-        call(timeout_in_millis=10)
-    assert caught.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-    with pytest.raises(TypeError):
-        call(1.5)
-    with pytest.raises(ValueError, match="timeout_in_millis"):
-        call(-1)

@@ -147,6 +147,51 @@ class MemoryContract:
 
         self.with_memory(check)
 
+    def test_a_copy_inside_moves_its_rows_and_nothing_else_in_bounded_steps(self) -> None:
+        def check(memory: MemoryBackend) -> None:
+            sources, targets = (self.regions(memory, tensors=2, nbytes=3 * PIECE_BYTES) for _ in range(2))
+            data = np.random.default_rng(3).integers(0, 256, 3 * PIECE_BYTES).astype(np.uint8)
+            for tensor in range(2):
+                self.write(memory, sources, np.array([(tensor, 0, data.size)], np.int64), data + np.uint8(tensor))
+            rows = [(1, 5, 0, 9, PIECE_BYTES), (1, 2 * PIECE_BYTES, 0, 2 * PIECE_BYTES, PIECE_BYTES)]
+            rows += [(0, 3 * i, 1, 50_000 - 7 * i, 2) for i in range(6000)]
+            steps = list(memory.copying(sources, targets, np.array(rows, np.int64)))
+            assert sum(steps) == 2 * PIECE_BYTES + 2 * 6000
+            assert max(steps) <= PIECE_BYTES
+            expected = np.zeros((2, data.size), np.uint8)
+            for src, src_at, dst, dst_at, length in rows:
+                expected[dst, dst_at : dst_at + length] = data[src_at : src_at + length] + np.uint8(src)
+            for tensor in range(2):
+                assert np.array_equal(self.read(memory, targets, tensor, 0, data.size), expected[tensor])
+
+        self.with_memory(check)
+
+    def test_a_copy_inside_that_is_closed_early_writes_no_more(self) -> None:
+        def check(memory: MemoryBackend) -> None:
+            sources, targets = (self.regions(memory, tensors=1, nbytes=4 * PIECE_BYTES) for _ in range(2))
+            self.write(
+                memory, sources, np.array([(0, 0, 4 * PIECE_BYTES)], np.int64), np.ones(4 * PIECE_BYTES, np.uint8)
+            )
+            rows = np.array([(0, i * PIECE_BYTES, 0, i * PIECE_BYTES, PIECE_BYTES) for i in range(4)], np.int64)
+            with contextlib.closing(memory.copying(sources, targets, rows)) as steps:
+                next(steps)
+            assert not self.read(memory, targets, 0, 3 * PIECE_BYTES, PIECE_BYTES).any()
+
+        self.with_memory(check)
+
+    def test_adopted_memory_has_its_owners_and_is_reached_where_it_is(self) -> None:
+        if not self.host_views:
+            return
+
+        def check(memory: MemoryBackend) -> None:
+            owned = [np.zeros(100, np.uint8) for _ in range(2)]
+            addresses = [array.ctypes.data for array in owned]
+            regions = memory.adopt(addresses, tensor_nbytes=100, placement=Placement.HOST, owners=owned)
+            assert [region.owner is array for region, array in zip(regions, owned, strict=True)] == [True, True]
+            memory.reach(regions)
+
+        self.with_memory(check)
+
     def regions(self, memory: MemoryBackend, *, tensors: int, nbytes: int) -> Sequence[Region]:
         return memory.allocate(tensors=tensors, tensor_nbytes=nbytes, placement=Placement.DEVICE).regions
 

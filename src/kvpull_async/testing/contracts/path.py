@@ -1,4 +1,6 @@
-"""What every data path must do, also when a transfer is stopped in its middle. Every wait is bounded."""
+"""What every data path must do, for pulls and for pushes, also when a transfer is stopped in its middle. Every wait is
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,17 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Workers
-from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Batches, MemoryBackend, Region, Span
+from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Batches, MemoryBackend, Span
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.testing.contracts._waiting import PATIENCE, unwanted, within
+from kvpull_async.testing.contracts.ends import Ends, rows
 from kvpull_async.testing.faults import Gate, GatedMemory
 from kvpull_async.transport.base import Address, DataPath, PathKind, PathSeed, Transfer, Transport
 from kvpull_async.values import Placement
@@ -25,77 +26,6 @@ from kvpull_async.values import Placement
 __all__ = ["DataPathContract", "Ends"]
 
 _CANARY: Final = 0xA5
-
-
-@dataclass
-class Ends:
-    """Both halves of one path, and what they read and fill."""
-
-    puller: DataPath
-    source: DataPath
-    memory: GatedMemory
-    reading: Sequence[Region]
-    writing: Sequence[Region]
-
-    @property
-    def destination(self) -> NDArray[np.uint8]:
-        return np.frombuffer(self.memory.views(self.writing)[0], np.uint8)
-
-    @property
-    def original(self) -> NDArray[np.uint8]:
-        return np.frombuffer(self.memory.views(self.reading)[0], np.uint8)
-
-    def lending(self, segments: NDArray[np.int64]) -> Batches:
-        return self.memory.lending(self.reading, segments)
-
-    def landing(self, segments: NDArray[np.int64]) -> Batches:
-        return self.memory.landing(self.writing, segments)
-
-    async def ready(self) -> None:
-        """As a pull does it: the puller before its request, the source before its grant."""
-        await within(self.puller.ready(Deadline.after_ms(PATIENCE * 1000)))
-        await within(self.source.ready(Deadline.after_ms(PATIENCE * 1000)))
-
-    async def grant(
-        self, segments: NDArray[np.int64], *, lending: Batches | None = None
-    ) -> tuple[bytes, bytes | None, Transfer]:
-        """What the source does for one pull: the grant's id, its ticket if the path has one, the source's transfer."""
-        await self.ready()
-        grant, nbytes = secrets.token_bytes(16), int(segments[:, 2].sum())
-        ticket = self.source.describe(grant, Span(tuple(self.reading), lambda: segments))
-        return grant, ticket, self.source.serve(grant, lending or self.lending(segments), nbytes)
-
-    async def start(
-        self,
-        segments: NDArray[np.int64],
-        into: NDArray[np.int64],
-        *,
-        lending: Batches | None = None,
-        landing: Batches | None = None,
-    ) -> tuple[Transfer, Transfer]:
-        """One granted pull: the source's transfer and the puller's."""
-        grant, ticket, serving = await self.grant(segments, lending=lending)
-        self.puller.expect(grant, ticket, lambda: segments, Span(tuple(self.writing), lambda: into))
-        return serving, self.puller.fetch(grant, landing or self.landing(into), int(segments[:, 2].sum()))
-
-    async def pull(self, segments: NDArray[np.int64], into: NDArray[np.int64]) -> None:
-        """One pull that must succeed."""
-        serving, fetching = await self.start(segments, into)
-        assert await within(asyncio.shield(fetching.done)) == int(segments[:, 2].sum())
-        await within(asyncio.shield(serving.done))
-        await within(asyncio.shield(fetching.settled))
-
-    async def check_next(self) -> None:
-        """A whole pull delivers every byte."""
-        self.destination[:] = 0
-        whole = rows((0, self.original.size))
-        await self.pull(whole, whole)
-        assert np.array_equal(self.destination, self.original)
-
-
-def rows(*spans: tuple[int, int]) -> NDArray[np.int64]:
-    """Segments of tensor 0, each (offset, length)."""
-    return np.array([(0, offset, length) for offset, length in spans], np.int64).reshape(-1, 3)
 
 
 class DataPathContract:
@@ -290,6 +220,78 @@ class DataPathContract:
                 ends.source.release(grant)
                 await within(asyncio.shield(serving.settled))
                 await ends.check_next()
+
+    async def test_a_push_delivers_its_bytes_and_no_others(self) -> None:
+        for puller_dials in (True, False):
+            async with self.ends(puller_dials=puller_dials) as ends:
+                ends.destination[:] = _CANARY
+                await ends.push(rows((7, 3_000_000)), rows((1_000_001, 3_000_000)))
+                expected = np.full(self.nbytes, _CANARY, np.uint8)
+                expected[1_000_001:4_000_001] = ends.original[7:3_000_007]
+                assert np.array_equal(ends.destination, expected)
+
+    async def test_pushes_and_pulls_in_turn_use_one_path(self) -> None:
+        for puller_dials in (True, False):
+            async with self.ends(puller_dials=puller_dials) as ends:
+                for i in range(12):
+                    move = ends.push if i % 3 else ends.pull
+                    await move(rows((i * 1000, 70_000)), rows((0, 70_000)))
+                    assert np.array_equal(ends.destination[:70_000], ends.original[i * 1000 : i * 1000 + 70_000])
+
+    async def test_an_aborted_push_settles_and_writes_nothing_more(self) -> None:
+        for puller_dials in (True, False):
+            async with self.ends(puller_dials=puller_dials) as ends:
+                whole = rows((0, self.nbytes))
+                self.writing_gate(ends).close()
+                serving, fetching = await ends.start_push(whole, whole)
+                await self.writing_gate(ends).reached(timeout=PATIENCE)
+                serving.abort()  # the pusher gives up, and the receiver hears of it
+                stopping = fetching.abort()
+                ends.source.give_up()
+                await asyncio.sleep(0)
+                assert not fetching.settled.done(), "it says that it has settled while it holds a piece"
+                self.writing_gate(ends).open()
+                await within(asyncio.shield(fetching.settled))
+                ends.destination[:] = _CANARY
+                assert await self.failed(fetching) or not stopping
+                await within(asyncio.shield(serving.settled))
+                assert (ends.destination == _CANARY).all(), "written after it had settled"
+                await ends.check_next_push()
+                await ends.check_next()
+
+    async def test_bytes_of_a_push_that_nobody_took_never_land_in_the_next(self) -> None:
+        """It was cancelled between the offer and its beginning at the receiver; its bytes may be on their way."""
+        for puller_dials in (True, False):
+            for first in ("push", "pull"):
+                async with self.ends(puller_dials=puller_dials) as ends:
+                    await ends.check_next_push()  # so that the pusher may begin at once
+                    grant, _, serving = await ends.offer(rows((0, 3 * PIECE_BYTES)))
+                    if serving is not None:
+                        await asyncio.wait([serving.done], timeout=0.05)
+                        serving.abort()
+                    ends.source.give_up()
+                    ends.puller.release(grant)
+                    if serving is not None:
+                        await within(asyncio.shield(serving.settled))
+                    await (ends.check_next_push() if first == "push" else ends.check_next())
+
+    async def test_a_pusher_that_stops_fails_the_receiver(self) -> None:
+        if self.reads_itself:
+            return
+        for puller_dials in (True, False):
+            async with self.ends(puller_dials=puller_dials) as ends:
+                whole = rows((0, self.nbytes))
+                ends.memory.lending_gate.close()
+                serving, fetching = await ends.start_push(whole, whole)
+                await ends.memory.lending_gate.reached(timeout=PATIENCE)
+                serving.abort()
+                ends.memory.lending_gate.open()
+                assert await self.failed(fetching), "the receiver believes in bytes that never came"
+                fetching.abort()
+                ends.source.give_up()
+                await within(asyncio.shield(fetching.settled))
+                await within(asyncio.shield(serving.settled))
+                await ends.check_next_push()
 
     async def test_an_unknown_grant_writes_nothing(self) -> None:
         async with self.ends() as ends:

@@ -66,10 +66,10 @@ def gone() -> LLMException:
 class _Published:
     def __init__(self, layout: Layout, bases: NDArray[np.int64], page: Mapping) -> None:
         self.bases = bases
-        self.tensors = len(bases)
-        self.tensor_nbytes = layout.tensor_nbytes
-        self.epoch = layout.epoch
-        self.epoch_address = page.address + layout.slot * _WORD
+        self.tensors: int = len(bases)
+        self.tensor_nbytes: int = layout.tensor_nbytes
+        self.epoch: int = layout.epoch
+        self.epoch_address: int = page.address + layout.slot * _WORD
         self._page = page
 
     @property
@@ -165,8 +165,8 @@ class Open:
     """A cache that may be read without asking for as long as its side channel has it. It does not keep it mapped."""
 
     def __init__(self, cache: Cache) -> None:
-        self.tensors = cache.tensors
-        self.tensor_nbytes = cache.tensor_nbytes
+        self.tensors: int = cache.tensors
+        self.tensor_nbytes: int = cache.tensor_nbytes
         self._cache = weakref.ref(cache)
 
     @property

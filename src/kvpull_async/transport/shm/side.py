@@ -101,8 +101,8 @@ class Side:
         read_by_peer: bool,
     ) -> None:
         self.process = process
-        self.read_by_peer = read_by_peer
-        self.closed = False
+        self.read_by_peer: bool = read_by_peer
+        self.closed: bool = False
         self.lost: Callable[[str], object] = _nobody
         """Told when the peer ends the channel."""
         self.streams: dict[int, Callable[[socket.socket], None]] = {}

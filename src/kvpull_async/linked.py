@@ -1,0 +1,100 @@
+"""What links are asked for, and who uses them: targets, codes, doors, users. It must not make or end a link."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import anyio
+
+from kvpull_async.halves import Refusal
+from kvpull_async.link import Link
+from kvpull_async.linkage import LinkState
+from kvpull_async.protocol.session import Peer
+from kvpull_async.status import LLMStatusCode
+from kvpull_async.transport.base import Address
+
+__all__ = ["ORDINARY", "Codes", "Door", "Target", "Users", "each"]
+
+ORDINARY: Final = 0
+"""The user of a link that `link_clusters` made, on whichever side. Comms are users by their ids, which begin at 1."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What the two modes answer differently."""
+
+    timeout: LLMStatusCode
+    repeated: LLMStatusCode
+    unknown_unlink: LLMStatusCode
+    unreachable_unlink: LLMStatusCode
+    linked_by_peer: LLMStatusCode = LLMStatusCode.LLM_ALREADY_LINK
+    """For a cluster that has dialled this side."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A remote cluster as a caller named it; `address` is None when it was not given exactly one."""
+
+    cluster_id: int
+    address: Address | None
+
+    def __str__(self) -> str:
+        return "no address" if self.address is None else f"{self.address[0]}:{self.address[1]}"
+
+
+class Door(Protocol):
+    """Where peers of one group come in, instead of at the ordinary listener."""
+
+    def refusal(self, peer: Peer, held: Link | None) -> Refusal | None:
+        """Why it may not come in. `held` is the READY link to it, if there is one."""
+        ...
+
+    def entered(self, link: Link) -> None:
+        """It has come in."""
+        ...
+
+
+class Users:
+    """Who needs each link."""
+
+    def __init__(self) -> None:
+        self._of: dict[Link, set[int]] = {}
+
+    def add(self, link: Link, *users: int) -> None:
+        self._of.setdefault(link, set()).update(users)
+
+    def of(self, *links: Link | None) -> set[int]:
+        """Those of all these links."""
+        return {user for link in links if link is not None for user in self._of.get(link, ())}
+
+    def link(self, user: int, cluster_id: int) -> Link | None:
+        """The one by which it reaches a cluster."""
+        found = [link for link, users in self._of.items() if link.cluster_id == cluster_id and user in users]
+        return max(found, key=lambda link: link.state is LinkState.READY, default=None)
+
+    def drop(self, link: Link, user: int) -> bool:
+        """It needs the link no more; whether anybody does."""
+        users = self._of.get(link, set())
+        users.discard(user)
+        return bool(users)
+
+    def forget(self, link: Link) -> None:
+        self._of.pop(link, None)
+
+    def __repr__(self) -> str:
+        return f"<Users links={len(self._of)}>"
+
+
+async def each(targets: list[Target], one: Callable[[Target], Awaitable[LLMStatusCode]]) -> list[LLMStatusCode]:
+    """The codes of all targets, in order, asked for at once."""
+    codes = [LLMStatusCode.LLM_FAILED] * len(targets)
+
+    async def run(index: int) -> None:
+        codes[index] = await one(targets[index])
+
+    async with anyio.create_task_group() as group:
+        for index in range(len(targets)):
+            group.start_soon(run, index)
+    return codes

@@ -1,0 +1,277 @@
+"""Where a pull's bytes land, and what of the source they are: one batch entry, or blocks. It must not wait.
+
+The arguments are checked here against the destination; what the source holds is checked there.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpull_async import offers, plan
+from kvpull_async._deadline import Deadline
+from kvpull_async.managers.checks import PullDraft, invalid
+from kvpull_async.managers.landed import Landed
+from kvpull_async.managers.node import Node
+from kvpull_async.memory.base import FEW_TENSORS, Batches, Span, planned, watched
+from kvpull_async.observe import Report
+from kvpull_async.protocol import frames
+from kvpull_async.pull import Wanted
+from kvpull_async.registry import Entry
+from kvpull_async.standing import Offered
+from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.values import BlocksCacheKey, CacheKey
+
+__all__ = ["IntoBlocks", "IntoEntry"]
+
+_TENSORS_LIMIT: Final = 2**32 - 1
+"""Most tensors that a descriptor can have."""
+
+
+class _Destination:
+    """What the two kinds of pull have in common: which tensors, and how many of them the source must have."""
+
+    def __init__(self, given: PullDraft, entry: Entry) -> None:
+        self.given = given
+        self.entry = entry
+        held, src, dst = entry.desc.num_tensors, given.src_tensors, given.dst_tensors
+        if src is not None or dst is not None:
+            self._whole_layers()
+        if dst is not None and dst.stop > held:
+            raise invalid(f"dst_layer_range reaches tensor {dst.stop - 1}, the destination has {held}")
+        if src is not None and src.stop > _TENSORS_LIMIT:
+            raise invalid(f"src_layer_range reaches tensor {src.stop - 1}, no cache has more than {_TENSORS_LIMIT}")
+        self.tensors: range = range(held) if dst is None else dst
+        if src is not None and len(src) != len(self.tensors):
+            raise invalid(f"src_layer_range names {len(src)} tensors, the destination side {len(self.tensors)}")
+
+    def _whole_layers(self) -> None:
+        held, per_layer = self.entry.desc.num_tensors, self.given.per_layer
+        if held % per_layer:
+            raise invalid(f"tensor_num_per_layer {per_layer} does not divide the destination's {held} tensors")
+
+    def watch(self, landed: Landed) -> None:
+        """Let `landed` hear of layers as they land."""
+        self._whole_layers()
+        self._layers, self._landed = landed, landed.bytes_landed
+
+    def _named(self) -> tuple[str, int, int, int]:
+        """The key as requests say it: kind, identity, model, batch entry."""
+        key = self.given.key
+        if isinstance(key, CacheKey):
+            kind, identity = ("prefix", key.prefix_id) if key.is_prefix else ("request", key.req_id)
+            return kind, identity, key.model_id, 0
+        if isinstance(key, BlocksCacheKey):
+            return "blocks", 0, key.model_id, 0
+        return "cache", key.cache_id, 0, key.batch_index
+
+    def watch_for(self) -> Callable[[int], frames.Watch]:
+        """What is missing at the source."""
+        kind, identity, model, entry = self._named()
+        return lambda number: frames.Watch(number, kind, identity, model, entry)
+
+    def request(self, request_id: int, remaining_ms: int) -> frames.Request:
+        given, report = self.given, self._report
+        kind, identity, model, entry = self._named()
+        size, blocks = self.asked()
+        return frames.Request(
+            request_id=request_id,
+            pull_id=report.pull_id,
+            traceparent=report.traceparent,
+            remaining_ms=remaining_ms,
+            key=kind,
+            identity=identity,
+            model_id=model,
+            entry=entry,
+            first_tensor=-1 if given.src_tensors is None else given.src_tensors.start,
+            tensors=len(self.tensors),
+            size=size,
+            offset=given.src_offset,
+            offset_pull=given.offset_pull,
+            blocks=blocks,
+            remote_access=given.remote_access,
+            inline_limit=self._inline_limit,
+            layout=self._layout() if given.strict_layout else None,
+        )
+
+    def _layout(self) -> tuple[int, list[int]]:
+        """Data type and shape of one entry; slices of a contiguous entry have another shape than it."""
+        dtype, shape = offers.layout_of(self.entry.desc)
+        sliced = self.entry.blocks and not isinstance(self.given.key, BlocksCacheKey)
+        return dtype, [] if sliced else shape
+
+    def to_link(self, node: Node, report: Report, deadline: Deadline) -> Wanted:
+        self._node, self._report = node, report
+        self._inline_limit = node.settings.inline_limit
+        return Wanted(
+            request=self.request,
+            table=self.table(),
+            at_most=len(self.tensors) * self.per_tensor,
+            land=self.land,
+            reading=self.reading,
+            known=self.known,
+            open_cache=self._open_cache(),
+            span=self.span,
+            entry=self.entry,
+            deadline=deadline,
+            report=report,
+            pieces=self.pieces,
+        )
+
+    def pieces(self) -> list[memoryview] | None:
+        """Where exactly the bytes of one tensor after the other land, if that can be said at once."""
+        return None
+
+    _layers: Landed | None = None
+    _landed: Callable[[int], None] | None = None
+    per_tensor: int
+    """The most bytes that may come for one tensor."""
+
+    def asked(self) -> tuple[int, int]:
+        """The size of the request and its number of blocks."""
+        raise NotImplementedError
+
+    def table(self) -> bytes:
+        return b""
+
+    def segments(self, per_tensor: int) -> NDArray[np.int64]:
+        raise NotImplementedError
+
+    def _shared_runs(self) -> NDArray[np.intp] | None:
+        """For a path that reads by itself: both tables cut alike."""
+        return None
+
+    def fits(self, per_tensor: int) -> bool:
+        return per_tensor == self.per_tensor
+
+    def _open_cache(self) -> int | None:
+        given = self.given
+        asks = self.entry.blocks or bool(given.traceparent) or given.strict_layout  # reports have no place for these
+        return given.key.cache_id if given.remote_access and not asks else None
+
+    def known(self, offered: Offered) -> frames.Grant | None:
+        """What the source would grant of a cache whose layout is known; None for what it has to refuse by itself."""
+        given, memory, size = self.given, offered.memory, offered.entry_nbytes
+        src = range(len(self.tensors)) if given.src_tensors is None else given.src_tensors
+        start = given.key.batch_index * size + given.src_offset
+        inside = given.src_offset + self.per_tensor <= size and start + self.per_tensor <= memory.tensor_nbytes
+        if not inside or src.stop > memory.tensors or (given.src_tensors is None and src.stop != memory.tensors):
+            return None
+        return frames.Grant(
+            request_id=0,
+            grant_id=secrets.token_bytes(16),
+            tensors=len(src),
+            per_tensor=self.per_tensor,
+            inline=False,
+            wants_done=False,
+            ticket=offered.ticket,
+            start=start,
+        )
+
+    def reading(self, grant: frames.Grant) -> Callable[[], NDArray[np.int64]]:
+        """Which rows of the source's tensors the grant is for; the source has checked them against its cache."""
+        src = self.given.src_tensors
+        tensors = range(len(self.tensors)) if src is None else src
+        if isinstance(self.given.key, BlocksCacheKey):
+            blocks, size, runs = self.given.src_blocks, self.entry.entry_nbytes, self._shared_runs()
+            return partial(plan.block_segments, tensors, blocks, block_nbytes=size, runs=runs)
+        return partial(plan.run_segments, tensors, start=grant.start, size=grant.per_tensor)
+
+    def span(self, grant: frames.Grant) -> Span:
+        most_rows = len(self.tensors) * max(1, self.given.dst_blocks.size)
+        return Span(self.entry.regions, partial(self.segments, grant.per_tensor), self._landed, most_rows)
+
+    def land(self, grant: frames.Grant) -> tuple[Batches, int]:
+        if grant.tensors != len(self.tensors) or not self.fits(grant.per_tensor):
+            raise LLMException(
+                f"the source granted {grant.per_tensor} bytes of {grant.tensors} tensors, "
+                f"{self.per_tensor} of {len(self.tensors)} were asked for",
+                status_code=LLMStatusCode.LLM_FAILED,
+            )
+        if self._layers is not None:
+            tensors, each = self.tensors, self.given.per_layer
+            self._layers.expect(range(tensors.start // each, tensors.stop // each), each * grant.per_tensor)
+        backend, span = self._node.registry.backend, self.span(grant)
+        landing = planned(span.rows, lambda rows: backend.landing(span.regions, rows))
+        if span.landed is not None and backend.direct:
+            landing = watched(landing, span.landed)
+        return landing, grant.tensors * grant.per_tensor
+
+
+class IntoEntry(_Destination):
+    """Into one batch entry: `size` bytes of each tensor."""
+
+    def __init__(self, given: PullDraft, entry: Entry) -> None:
+        if entry.blocks:
+            raise invalid(f"cache {entry.cache_id} is a blocks cache; use pull_blocks")
+        if given.batch_index >= entry.desc.entries:
+            raise invalid(f"batch_index {given.batch_index}: the destination has {entry.desc.entries} batch entries")
+        stride, offset = entry.entry_nbytes, given.dst_offset
+        self.per_tensor: int = stride - offset if given.size == -1 else given.size
+        if self.per_tensor < 1 or offset + self.per_tensor > stride:
+            raise invalid(f"{self.per_tensor} bytes from offset {offset} on do not fit an entry of {stride} bytes")
+        super().__init__(given, entry)
+
+    def asked(self) -> tuple[int, int]:
+        return self.per_tensor, 0
+
+    def pieces(self) -> list[memoryview] | None:
+        given, entry, backend = self.given, self.entry, self._node.registry.backend
+        if not backend.direct or len(self.tensors) > FEW_TENSORS or self._landed is not None:
+            return None
+        start = given.batch_index * entry.entry_nbytes + given.dst_offset
+        return backend.slices(entry.regions, self.tensors, start=start, nbytes=self.per_tensor)
+
+    def segments(self, per_tensor: int) -> NDArray[np.int64]:
+        return plan.entry_segments(
+            self.tensors,
+            entry=self.given.batch_index,
+            entry_nbytes=self.entry.entry_nbytes,
+            offset=self.given.dst_offset,
+            size=per_tensor,
+        )
+
+
+class IntoBlocks(_Destination):
+    """Into blocks: from blocks of the same size, or from a contiguous entry cut into blocks."""
+
+    def __init__(self, given: PullDraft, entry: Entry) -> None:
+        if not entry.blocks:
+            raise invalid(f"cache {entry.cache_id} is not a blocks cache; use pull_cache")
+        highest = int(given.dst_blocks.max())
+        if highest >= entry.desc.entries:
+            raise invalid(f"dst_blocks holds {highest}, the destination has {entry.desc.entries} blocks")
+        self.per_tensor: int = given.dst_blocks.size * entry.entry_nbytes
+        super().__init__(given, entry)
+
+    _runs: NDArray[np.intp] | None = None
+
+    def _shared_runs(self) -> NDArray[np.intp] | None:
+        self._runs = plan.shared_runs(self.given.src_blocks, self.given.dst_blocks)
+        return self._runs
+
+    @property
+    def _sliced(self) -> bool:
+        return self.given.src_blocks.size == 0
+
+    def asked(self) -> tuple[int, int]:
+        return self.entry.entry_nbytes, self.given.dst_blocks.size if self._sliced else 0
+
+    def table(self) -> bytes:
+        return frames.encode_table(self.given.src_blocks)
+
+    def fits(self, per_tensor: int) -> bool:
+        if self._sliced:
+            return self.per_tensor - self.entry.entry_nbytes < per_tensor <= self.per_tensor
+        return per_tensor == self.per_tensor
+
+    def segments(self, per_tensor: int) -> NDArray[np.int64]:
+        blocks, size = self.given.dst_blocks, self.entry.entry_nbytes
+        if self._sliced:
+            return plan.slice_segments(self.tensors, blocks, block_nbytes=size, per_tensor=per_tensor)
+        return plan.block_segments(self.tensors, blocks, block_nbytes=size, runs=self._runs)

@@ -1,0 +1,248 @@
+"""One push through a link: offered to the receiver, which fetches the bytes. It must not know managers or transports.
+
+The receiver alone writes its memory, and says when nothing writes any more. A push that ends without that word raises
+with `destination_unsafe`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._prompt import by_hand
+from kvpull_async._workers import Workers
+from kvpull_async.held import Entry
+from kvpull_async.linkage import broken
+from kvpull_async.memory.base import FEW_ROWS, Batches, Span, planned
+from kvpull_async.observe import Report
+from kvpull_async.protocol import frames
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, status_of
+from kvpull_async.transport.base import DataPath, Transfer
+from kvpull_async.turn import Turn, cause_of
+
+if TYPE_CHECKING:
+    from kvpull_async.lane import Lane
+    from kvpull_async.link import Link
+    from kvpull_async.memory.base import MemoryBackend
+
+__all__ = ["Outgoing", "Push"]
+
+_NOTICE: Final = 0.5
+"""Seconds within which the loss of a whole connection shows, once a part of it has broken."""
+_TIMEOUTS: Final = (LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What a manager asks to have pushed: `rows` of the cache `entry`, `nbytes` in all. `offer` says where they go; how
+    they travel is added here. `table` names the receiver's blocks or addresses, `src_table` the blocks here.
+    """
+
+    entry: Entry
+    backend: MemoryBackend
+    rows: Callable[[], NDArray[np.int64]]
+    most_rows: int
+    nbytes: int
+    offer: frames.Offer
+    table: bytes
+    src_table: bytes
+    deadline: Deadline
+    report: Report
+
+
+class Push(Turn):
+    """A turn on the link whose entry is the source."""
+
+    def __init__(self, link: Link, outgoing: Outgoing) -> None:
+        super().__init__(link, outgoing.entry, outgoing.deadline, outgoing.report)
+        self._outgoing = outgoing
+        self._grant_id = secrets.token_bytes(16)
+        self._path: DataPath | None = None
+        self._request_id: int | None = None
+        self._result: asyncio.Future[frames.Result] | None = None
+        self._transfer: Transfer | None = None
+        self._on_accept = False
+        """Whether the bytes go once the receiver says that it is ready for them."""
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        unsafe = False
+        timer = loop.call_at(self._deadline.at, self._interrupt)
+        try:
+            self._report.enter("queue")
+            self._holds_slot = self._link.enter_now(self)  # before it has a task: a later pull may need none
+            await by_hand(None)
+            self._task = asyncio.current_task(loop)
+            if self._stop is not None or self._expired:  # meanwhile
+                raise asyncio.CancelledError
+            await self._steps()
+        except BaseException as error:
+            timer.cancel()
+            unsafe = await self._clean_up()
+            if self._wished(error):
+                raise
+            raise self._explain(error, unsafe) from cause_of(error)
+        finally:
+            timer.cancel()
+            if self._path is not None:
+                self._path.release(self._grant_id)
+            self._keep()
+            self._leave()
+
+    async def _steps(self) -> None:
+        link, report = self._link, self._report
+        if not self._holds_slot:
+            await link.enter(self)
+            self._holds_slot = True
+        self._claim_memory()
+        report.enter("connect")
+        while not await self._offered():
+            pass
+        report.enter("copy")
+        assert self._result is not None
+        await asyncio.wait([self._result])  # a wait that is cancelled leaves the future to who waits on
+        _check(self._result.result())
+        self._committed = True
+        report.bytes = self._outgoing.nbytes
+
+    async def _offered(self) -> bool:
+        """False when the connection was lost before anything was said: it has to be made anew."""
+        link, report = self._link, self._report
+        lane = await link.ready(self._deadline)
+        self._lane, self._path = lane, link.path
+        report.peer, report.path = link.peer_name, link.path.name
+        try:
+            await self._offer(lane, self._path)
+        except OSError:
+            if self._request_id is not None or self._transfer is not None:
+                raise
+            await asyncio.wait([lane.lost], timeout=self._deadline.sooner(_NOTICE).remaining)
+            if not lane.lost.done():
+                raise
+            await asyncio.sleep(0)  # the link hears of it now
+            return False
+        return True
+
+    async def _offer(self, lane: Lane, path: DataPath) -> None:
+        """Say what there is, and how its bytes come: with these words, to be read there, or on the data path."""
+        outgoing = self._outgoing
+        payload, ticket, begun = b"", None, False
+        inline = outgoing.nbytes <= self._link.inline_limit
+        if inline:
+            payload = await self._gather(self._link.workers)
+        else:
+            ticket = path.describe(self._grant_id, Span(outgoing.entry.regions, outgoing.rows))
+            if ticket is None:
+                await path.ready(self._deadline)
+                begun = path.prepared
+        if lane.lost.done():  # while this side waited
+            raise ConnectionResetError("the connection was lost")
+        if begun or ticket is not None:
+            self._begin(path)
+        self._on_accept = not (inline or begun or ticket is not None)
+        tables = (outgoing.table, outgoing.src_table if ticket is not None else b"")
+        words = partial(self._words, inline=inline, begun=begun, ticket=ticket)
+        request_id, data, self._result = lane.offer(words, *tables, payload, accepted=self._accepted)
+        try:
+            await lane.channel.send(data)
+        except BaseException:  # then nothing has been said
+            lane.give_up(request_id, tell=False)
+            self._result = None
+            raise
+        self._request_id = request_id
+
+    def _words(self, request_id: int, *, inline: bool, begun: bool, ticket: bytes | None) -> frames.Offer:
+        offer, remaining = self._outgoing.offer, self._deadline.remaining_ms
+        return frames.Offer(
+            request_id, self._grant_id, offer.pull_id, offer.traceparent, remaining, offer.key, offer.identity,
+            offer.model_id, offer.entry, offer.first_tensor, offer.tensors, offer.per_tensor, offer.blocks,
+            offer.block_nbytes, offer.src_tensor, offer.start, offer.src_blocks if ticket is not None else 0,
+            inline, begun, ticket,
+        )  # fmt: skip
+
+    def _begin(self, path: DataPath) -> None:
+        """Let the bytes go."""
+        if self._transfer is None:
+            self._transfer = path.serve(self._grant_id, self._lend(), self._outgoing.nbytes)
+
+    def _accepted(self) -> None:
+        """The receiver is ready for them."""
+        if not self._on_accept:  # it was not to be asked, or is too late
+            return
+        assert self._path is not None
+        try:
+            self._begin(self._path)
+        except OSError as error:
+            self.stop(broken(error, self._lane, self._link.peer_name))
+
+    def _lend(self) -> Batches:
+        outgoing = self._outgoing
+        regions, backend = outgoing.entry.regions, outgoing.backend
+        return planned(outgoing.rows, lambda rows: backend.lending(regions, rows))
+
+    async def _gather(self, workers: Workers) -> bytes:
+        if self._outgoing.backend.direct and self._outgoing.most_rows <= FEW_ROWS:
+            return _join(self._lend())
+        pin = self._entry.pin(lambda: None)  # as long as the thread reads, also when nobody waits for it any more
+        reading = asyncio.get_running_loop().run_in_executor(workers, _join, self._lend())
+        reading.add_done_callback(lambda _: pin.release())
+        return await asyncio.shield(reading)
+
+    # -- the way out ------------------------------------------------------------------------------------------------
+
+    async def _clean_up(self) -> bool:
+        """Stop what runs here and there. True when the receiver has not said that nothing writes any more."""
+        self._report.enter("settle")
+        self._on_accept = False
+        transfer, result = self._transfer, self._result
+        if transfer is not None:
+            transfer.abort()
+        unsafe = False
+        if result is not None and self._lane is not None and self._request_id is not None:
+            if not result.done():
+                self._lane.post(frames.Cancel(self._request_id))
+                await absorb([result], self._bound())
+            unsafe = not result.done() or result.exception() is not None or result.result().unsafe
+            self._lane.give_up(self._request_id, tell=False)
+        if transfer is not None:
+            await absorb([transfer.settled], self._bound())
+        return unsafe
+
+    def _keep(self) -> None:
+        """The memory here stays as long as it is read, also when nobody waits for that any more."""
+        transfer = self._transfer
+        if transfer is not None and not transfer.settled.done():
+            reading = self._entry.pin(lambda: None)
+            transfer.settled.add_done_callback(lambda _: reading.release())
+
+    def _where(self) -> str:
+        if not self._holds_slot:
+            return "while the push waited for earlier calls on its link"
+        if self._request_id is None:
+            return f"while the link was being connected{self._link.trouble}"
+        return f"while {self._link.peer_name} took the bytes"
+
+    def __repr__(self) -> str:
+        return f"<Push {self._report.pull_id} slot={self._holds_slot} request={self._request_id}>"
+
+
+def _check(result: frames.Result) -> None:
+    """Raise what the receiver says has gone wrong."""
+    status = status_of(result.status)
+    if status is LLMStatusCode.LLM_SUCCESS:
+        return
+    again = status is not LLMStatusCode.LLM_PARAM_INVALID  # the same offer would be refused again
+    kind = LLMTimeoutError if status in _TIMEOUTS else LLMException
+    raise kind(result.reason, status_code=status, retry_safe=again)
+
+
+def _join(lending: Batches) -> bytes:
+    return b"".join(view for batch in lending for view in batch)

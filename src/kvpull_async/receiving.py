@@ -1,0 +1,199 @@
+"""Takes what a peer pushes: the receiver fetches the bytes of an offer by itself, so that it alone writes its memory.
+
+It must not know links, queues or concrete transports. An offer ends with one RESULT, once nothing writes any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+from kvpull_async import aims
+from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._workers import Job, Workers
+from kvpull_async.aims import Place
+from kvpull_async.lane import Lane
+from kvpull_async.memory.base import FEW_ROWS, Span, copy_batches, lend_bytes, planned
+from kvpull_async.observe import Counters, Log
+from kvpull_async.protocol import frames
+from kvpull_async.registry import Pin, Registry
+from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.transport.base import DataPath, Transfer, moved
+
+__all__ = ["Receiving"]
+
+_REASON_LIMIT: Final = 1000
+_INLINE_COPY: Final = 128 * 1024
+"""Most bytes copied on the loop: shorter than handing them to a thread."""
+
+
+class Receiving:
+    """The receiving side of one lane. `by_key`: whether peers may name caches here by key."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        path: DataPath,
+        *,
+        registry: Registry,
+        workers: Workers,
+        log: Log,
+        counters: Counters,
+        by_key: bool,
+        settle_timeout: float,
+    ) -> None:
+        self._lane = lane
+        self._path = path
+        self._registry = registry
+        self._workers = workers
+        self._log = log
+        self._counters = counters
+        self._by_key = by_key
+        self._settle_timeout = settle_timeout
+
+    async def fulfil(self, offer: frames.Offer, tail: bytes, deadline: Deadline) -> None:
+        """One offer to its RESULT. Cancelled when the sender or the link gives up."""
+        await _Receipt(self, offer, tail, deadline).run()
+
+    def copy(self, place: Place) -> Transfer | None:
+        """Bytes that came with the offer; None when they are in their place already."""
+        backend = self._registry.backend
+        landing = planned(place.rows, lambda rows: backend.landing(place.regions, rows))
+        steps = copy_batches(lend_bytes(bytes(place.payload)), landing)
+        if not backend.direct or place.nbytes > _INLINE_COPY or place.most_rows > FEW_ROWS:
+            return Job(self._workers, steps)
+        for _ in steps:
+            pass
+        return None
+
+    async def fetch(self, offer: frames.Offer, place: Place, deadline: Deadline) -> Transfer:
+        """Begin to take bytes that the receiver reads, or that are sent on the data path."""
+        path, backend = self._path, self._registry.backend
+        if offer.ticket is None and not offer.begun:
+            path.give_up()  # the sender has no connection, whatever this side believes
+            await path.ready(deadline)
+            self._lane.post(frames.Accept(offer.request_id))
+        span = Span(place.regions, place.rows, None, place.most_rows)
+        path.expect(offer.grant_id, offer.ticket, place.source, span)
+        landing = planned(place.rows, lambda rows: backend.landing(place.regions, rows))
+        return path.fetch(offer.grant_id, landing, place.nbytes)
+
+
+class _Receipt:
+    """One offer on its way."""
+
+    def __init__(self, receiving: Receiving, offer: frames.Offer, tail: bytes, deadline: Deadline) -> None:
+        self._receiving = receiving
+        self._offer = offer
+        self._tail = tail
+        self._deadline = deadline
+        self._began = time.monotonic()
+        self._log = _log_of(receiving._log, offer)
+        self._task = asyncio.current_task()
+        self._place: Place | None = None
+        self._pins: list[Pin] = []
+        self._transfer: Transfer | None = None
+        self._released = False
+
+    async def run(self) -> None:
+        try:
+            async with self._deadline.scope():
+                await self._take()
+        except (LLMException, OSError, ValueError, asyncio.TimeoutError) as error:
+            self._refuse(error, unsafe=await self._settle())
+        except asyncio.CancelledError:
+            unsafe = await self._settle()
+            if self._released:
+                gone = LLMException("the cache was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+                self._refuse(gone, unsafe=unsafe)
+            else:
+                self._refuse(ConnectionAbortedError("the sender gave up, or the link ended"), unsafe=unsafe)
+            raise
+        else:
+            self._succeed()
+        finally:
+            for pin in self._pins:
+                pin.release()
+
+    async def _take(self) -> None:
+        receiving, offer = self._receiving, self._offer
+        self._place = place = aims.find(receiving._registry, offer, self._tail, by_key=receiving._by_key)
+        self._tail = b""
+        if self._deadline.expired:  # in the queue: what needs no wait would not notice
+            raise asyncio.TimeoutError
+        for entry in place.entries:
+            if entry.quarantined and not await entry.idle(self._deadline, writers_only=True):
+                raise asyncio.TimeoutError
+            if not entry.alive:
+                raise LLMException("the cache was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+            self._pins.append(entry.pin(self._cut))
+        caches = " ".join(str(entry.cache_id) for entry in place.entries)
+        self._log.debug("receive.started", cache_id=caches, bytes=place.nbytes)
+        if offer.inline:
+            self._transfer = receiving.copy(place)
+        else:
+            self._transfer = await receiving.fetch(offer, place, self._deadline)
+        if self._transfer is not None:
+            await moved(self._transfer)
+
+    def _cut(self) -> None:
+        """The cache is being taken away."""
+        self._released = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _settle(self) -> bool:
+        """Stop what runs and wait until it has; True when the destination had to be quarantined instead."""
+        transfer, offer = self._transfer, self._offer
+        if transfer is None:
+            if not offer.inline and offer.ticket is None:
+                self._receiving._path.give_up()  # bytes may be on their way
+            return False
+        transfer.abort()
+        if await absorb([transfer.settled], Deadline.after_ms(self._receiving._settle_timeout * 1000)):
+            return False
+        assert self._place is not None
+        for entry in self._place.entries:
+            entry.quarantine(transfer.settled)
+            self._receiving._counters.add("regions_quarantined")
+            self._log.warning("region.quarantined", cache_id=entry.cache_id)
+        return True
+
+    def _succeed(self) -> None:
+        assert self._place is not None
+        counters = self._receiving._counters
+        counters.add("receives")
+        counters.add("bytes_received", self._place.nbytes)
+        took = round((time.monotonic() - self._began) * 1000, 3)
+        self._log.debug("receive.finished", bytes=self._place.nbytes, inline=self._offer.inline, elapsed_ms=took)
+        self._answer(LLMStatusCode.LLM_SUCCESS, "", unsafe=False)
+
+    def _refuse(self, error: Exception, *, unsafe: bool) -> None:
+        status, reason = _explained(error)
+        self._receiving._counters.add("receives_refused")
+        self._log.info("receive.refused", status=status.name, reason=reason)
+        self._answer(status, reason, unsafe=unsafe)
+
+    def _answer(self, status: LLMStatusCode, reason: str, *, unsafe: bool) -> None:
+        result = frames.Result(self._offer.request_id, int(status), reason[:_REASON_LIMIT], unsafe)
+        self._receiving._lane.post(result)
+
+
+def _explained(error: Exception) -> tuple[LLMStatusCode, str]:
+    if isinstance(error, LLMException):
+        return LLMStatusCode(error.status_code), str(error)
+    if isinstance(error, asyncio.TimeoutError):
+        return LLMStatusCode.LLM_TIMEOUT, "the time for this push was over"
+    if isinstance(error, ValueError):  # the sender's rows leave its memory, or are not as many bytes
+        return LLMStatusCode.LLM_PARAM_INVALID, str(error)
+    return LLMStatusCode.LLM_LINK_FAILED, str(error)
+
+
+def _log_of(log: Log, offer: frames.Offer) -> Log:
+    bound = log.bind(pull_id=offer.pull_id, request_id=offer.request_id, key=_name(offer))
+    return bound.bind(traceparent=offer.traceparent) if offer.traceparent else bound
+
+
+def _name(offer: frames.Offer) -> str:
+    return f"{offer.key}:{offer.identity}:{offer.model_id}" + (f":{offer.entry}" if offer.entry else "")

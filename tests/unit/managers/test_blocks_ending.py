@@ -1,0 +1,107 @@
+"""How copies of blocks end: cancelled, cut by a release, and what then may still write."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, final
+
+import numpy as np
+import pytest
+
+from kvpull_async import LLMException, LLMRole
+from kvpull_async.crossing import awaited
+from kvpull_async.testing.faults import GatedMemory
+from tests.side import Side
+from tests.unit.managers.test_blocks import NOT_EXIST, TENSORS, content, cpu, desc, fill
+
+MANY = desc(blocks=8, nbytes=1024 * 1024)
+
+
+@final
+class Stopped:
+    """A swap from a device cache into memory of the caller, which is stopped after its first piece."""
+
+    def __init__(self, **properties: Any) -> None:
+        self.side = Side("cache", LLMRole.MIX, **properties)
+        self.memory = self.side.engine.registry.backend = GatedMemory(self.side.engine.memory)
+        self.array = np.zeros((TENSORS, 8, 1024 * 1024), np.uint8)
+        self.handle = cpu(self.side, self.array)
+
+    async def __aenter__(self) -> Stopped:
+        self.cache = await awaited(self.side.engine, self.side.manager.allocate_blocks_cache(MANY, None))
+        for tensor in range(TENSORS):
+            self.side.tensor(self.cache, tensor)[:] = 1
+        self.memory.landing_gate.close()
+        swap = self.side.manager.swap_blocks(self.cache, self.handle, {n: n for n in range(8)})
+        self.swapping = asyncio.ensure_future(awaited(self.side.engine, swap))
+        await self.memory.landing_gate.reached()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.memory.landing_gate.open()
+        await asyncio.gather(self.swapping, return_exceptions=True)
+        await asyncio.to_thread(self.side.close)
+
+
+async def test_p1_memory_of_the_caller_is_not_touched_after_a_cancelled_swap_has_ended() -> None:
+    async with Stopped() as stopped:
+        stopped.swapping.cancel()
+        await asyncio.sleep(0.01)
+        assert not stopped.swapping.done()  # the piece that runs is waited for
+        stopped.memory.landing_gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await stopped.swapping
+        assert not stopped.handle.quarantined
+        stopped.array[:] = 7
+        await asyncio.to_thread(stopped.side.engine.workers.submit(lambda: None).result)
+        assert (stopped.array == 7).all()
+
+
+async def test_p1_memory_of_the_caller_says_when_a_swap_that_did_not_stop_may_still_write() -> None:
+    async with Stopped(settle_timeout=20) as stopped:
+        manager, engine = stopped.side.manager, stopped.side.engine
+        stopped.swapping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopped.swapping
+        assert stopped.handle.quarantined
+        with pytest.raises(LLMException, match="quarantined") as caught:
+            await awaited(engine, manager.swap_blocks(stopped.cache, stopped.handle, {0: 0}))
+        assert caught.value.destination_unsafe
+        stopped.memory.landing_gate.open()
+        await awaited(engine, manager.settled(stopped.handle, 20_000))
+        assert not stopped.handle.quarantined
+        stopped.array[:] = 7
+        await awaited(engine, manager.swap_blocks(stopped.cache, stopped.handle, {0: 1}))
+        assert stopped.array.min(axis=2).tolist() == [[7, 1, 7, 7, 7, 7, 7, 7]] * TENSORS
+
+
+async def test_a_swap_whose_cache_is_released_under_it_says_so() -> None:
+    async with Stopped(settle_timeout=100) as stopped:
+        manager, engine = stopped.side.manager, stopped.side.engine
+        releasing = asyncio.ensure_future(awaited(engine, manager.deallocate(stopped.cache, blocks=True)))
+        with pytest.raises(LLMException, match="was released during the copy") as caught:
+            await stopped.swapping
+        assert (caught.value.status_code, caught.value.operation) == (NOT_EXIST, "swap_blocks")
+        stopped.memory.landing_gate.open()
+        await asyncio.gather(releasing, return_exceptions=True)  # it may have had to give up by now
+
+
+async def test_p1_a_cancelled_copy_of_blocks_leaves_a_cache_that_nobody_writes_to() -> None:
+    made = Side("cache", LLMRole.MIX)
+    gated = made.engine.registry.backend = GatedMemory(made.engine.memory)
+    try:
+        cache = await awaited(made.engine, made.manager.allocate_blocks_cache(MANY, None))
+        gated.lending_gate.close()
+        trading = made.manager.copy_blocks(cache, {n: [7 - n] for n in range(8)})
+        copying = asyncio.ensure_future(awaited(made.engine, trading))
+        await gated.lending_gate.reached()
+        copying.cancel()
+        gated.lending_gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await copying
+        fill(made, cache, np.full((TENSORS, 8, 1024 * 1024), 7, np.uint8))
+        await asyncio.to_thread(made.engine.workers.submit(lambda: None).result)
+        assert (content(made, cache) == 7).all()
+    finally:
+        gated.lending_gate.open()
+        await asyncio.to_thread(made.close)

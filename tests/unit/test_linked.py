@@ -1,0 +1,56 @@
+"""Users of links, and targets asked for at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvpull_async.link import Link
+from kvpull_async.linkage import LinkState
+from kvpull_async.linked import ORDINARY, Target, Users, each
+from kvpull_async.status import LLMStatusCode
+from tests.loop_nodes import LoopNode, loop_nodes
+
+
+async def test_users_of_a_link_come_and_go() -> None:
+    node = LoopNode(1)
+    async with loop_nodes(node, listen=False):
+        link, users = Link(node.context, 2, None), Users()
+        assert users.link(7, 2) is None
+        users.add(link, ORDINARY, 7)
+        assert users.of(link, None) == {ORDINARY, 7}
+        assert (users.link(7, 2), users.link(7, 3), users.link(8, 2)) == (link, None, None)
+        assert users.drop(link, 7)
+        assert not users.drop(link, ORDINARY)
+        assert not users.drop(link, 9)
+        users.add(link, 7)
+        users.forget(link)
+        users.forget(link)
+        assert users.of(link) == set()
+        assert repr(users) == "<Users links=0>"
+
+
+async def test_of_two_links_to_a_cluster_the_one_that_works_is_a_users() -> None:
+    node = LoopNode(1)
+    async with loop_nodes(node, listen=False):
+        dead, alive, users = Link(node.context, 2, None), Link(node.context, 2, None), Users()
+        alive.state = LinkState.READY
+        for link in (dead, alive, dead):
+            users.add(link, 7)
+        assert users.link(7, 2) is alive
+
+
+async def test_all_are_asked_at_once_and_answer_in_order() -> None:
+    asked: list[int] = []
+    everybody = asyncio.Event()
+
+    async def one(target: Target) -> LLMStatusCode:
+        asked.append(target.cluster_id)
+        if len(asked) == 3:
+            everybody.set()
+        await everybody.wait()
+        return LLMStatusCode.LLM_SUCCESS if target.address else LLMStatusCode.LLM_PARAM_INVALID
+
+    targets = [Target(3, None), Target(1, ("127.0.0.1", 9)), Target(2, None)]
+    codes = await asyncio.wait_for(each(targets, one), 20)
+    assert [code is LLMStatusCode.LLM_SUCCESS for code in codes] == [False, True, False]
+    assert [str(target) for target in targets[:2]] == ["no address", "127.0.0.1:9"]
