@@ -36,6 +36,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         ("bench_pull", ["--limits", "--peers"]),
         ("bench_pull", ["--growth"]),
+        ("bench_blocks", []),
         ("bench_lag", []),
         ("bench_deadline", []),
         ("bench_fairness", []),

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.torch_cpu import torch_cpu
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 280.0
 GONE_SECONDS = 30.0
@@ -72,6 +74,14 @@ def _processes(mark: bytes) -> list[str]:
             marks=pytest.mark.smoke,
         ),
         pytest.param("layers.py", "OK: every layer was complete when it was given", marks=pytest.mark.smoke),
+        pytest.param("layerwise.py", "OK: every layer arrived as it was computed", marks=pytest.mark.smoke),
+        pytest.param(
+            "push_cache.py",
+            "bytes were pushed, each is where it was meant to go, and no other byte changed",
+            marks=pytest.mark.smoke,
+        ),
+        ("paged_attention.py", "OK: attention through either block table gives the same numbers, bit for bit"),
+        ("role_switch.py", "OK: the cache went there and back in 3 rounds, and every number is right"),
         ("tiny_transformer.py", "paged equals contiguous; a spoiled cache is noticed"),
     ],
 )
@@ -79,6 +89,21 @@ def test_a_small_example_ends_well_and_says_so(example: str, verdict: str, marke
     ended = run(example, marked)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.splitlines()[-1].endswith(verdict)
+
+
+def test_torch_and_the_library_share_memory(marked: dict[str, str]) -> None:
+    torch_cpu()
+    ended = run("torch_tensors.py", marked)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1] == "OK: every bit arrived where it was asked for, and no other changed"
+
+
+def test_without_torch_its_example_says_what_it_needs(marked: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError\n")
+    ended = run("torch_tensors.py", {**marked, "PYTHONPATH": str(tmp_path)})
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "torch, which is not installed" in ended.stdout
+    assert ended.stderr == ""
 
 
 def test_the_console_shows_the_events_of_both_sides(marked: dict[str, str]) -> None:

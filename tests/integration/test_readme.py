@@ -66,7 +66,7 @@ def test_lines_of_the_pages_are_wrapped(page: Path) -> None:
 
 def test_every_transfer_backend_is_named_where_callers_look() -> None:
     """In the docstring of the option, and on the page for those who come from the original."""
-    lines = inspect.getsource(properties).partition("transfer_backend = ")[2].splitlines()
+    lines = inspect.getsource(properties).partition("    transfer_backend: ")[2].splitlines()
     page = (ROOT / "docs" / "coming-from-llm_datadist.md").read_text(encoding="utf-8").partition("## Added here")[2]
     (option,) = [line for line in page.splitlines() if line.startswith("- `transfer_backend`")]
     for name in settings._BACKENDS:

@@ -102,10 +102,10 @@ class Peer:
         )
 
 
-async def main(config: dict[str, Any]) -> None:
+async def main(config: dict[str, Any], make: type[Peer] = Peer) -> None:
     async with LLMDataDist(LLMRole[config["role"]], config["cluster"]) as node:
         await node.init(duo.options(**config["options"]))
-        peer = Peer(node)
+        peer = make(node)
         say("ready", address=list(node.listen_address or ()))
         while line := await asyncio.to_thread(sys.stdin.readline):
             command = json.loads(line)
@@ -114,4 +114,5 @@ async def main(config: dict[str, Any]) -> None:
     say("gone")
 
 
-asyncio.run(main(json.loads(sys.argv[1])))
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1])))
