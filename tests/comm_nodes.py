@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,8 +15,9 @@ from kvpull_async.comms import Comms
 from kvpull_async.config.rank_table import Gathering, gathering
 from kvpull_async.linkage import LinkState
 from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.transport.base import Address
 from kvpull_async.values import RegisterMemStatus
-from tests.loop_nodes import LoopNode, eventually, loop_nodes
+from tests.loop_nodes import PATIENCE, EventLog, LoopNode, loop_nodes
 from tests.ranks import device, table, together
 
 OK, PREPARING, FAILED = RegisterMemStatus.OK, RegisterMemStatus.PREPARING, RegisterMemStatus.FAILED
@@ -37,10 +40,14 @@ class Node(LoopNode):
         return await self.comms.link(self.wanted(name, ranks, text))
 
     async def becomes(self, comm_id: int, status: RegisterMemStatus = OK) -> None:
-        await eventually(lambda: self.now(comm_id) is status, f"comm {comm_id} {status}")
+        """Wait until it has that status."""
+        give_up = time.monotonic() + PATIENCE
+        while (now := await self.now(comm_id)) is not status:
+            assert time.monotonic() < give_up, f"comm {comm_id} is {now}, never {status}"
+            await asyncio.sleep(0.002)
 
-    def now(self, comm_id: int) -> RegisterMemStatus:
-        return self.comms._find(comm_id).status()
+    async def now(self, comm_id: int) -> RegisterMemStatus:
+        return await self.comms.status(comm_id)
 
     async def close(self) -> None:
         await self.comms.close(Deadline.after_ms(5000))
@@ -62,6 +69,25 @@ async def met(one: Node, two: Node, name: str) -> tuple[int, int]:
     await one.becomes(comms[0])
     await two.becomes(comms[1])
     return comms
+
+
+def doors(events: EventLog, name: str) -> list[Address]:
+    """Where members of that comm listen for others."""
+    addresses = " ".join(event["addresses"] for event in events.named("comm.linking", comm_name=name))
+    return [(host, int(port)) for host, _, port in (text.rpartition(":") for text in addresses.split())]
+
+
+async def is_closed(node: Node, address: Address) -> None:
+    """Wait until nobody listens there."""
+    give_up = time.monotonic() + PATIENCE
+    while True:
+        with contextlib.suppress(ConnectionResetError):  # in that very moment
+            try:
+                (await node.transport.dial(address)).abort()
+            except ConnectionRefusedError:
+                return
+        assert time.monotonic() < give_up, f"{address} is still listened on"
+        await asyncio.sleep(0.002)
 
 
 def refused(error: pytest.ExceptionInfo[LLMException], status: LLMStatusCode) -> str:

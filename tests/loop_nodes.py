@@ -46,9 +46,13 @@ class EventLog(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.events: list[dict[str, Any]] = []
+        self.warnings: list[dict[str, Any]] = []
+        """Those of them that are warnings, or worse."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.events.append(record.__dict__["kvpull"])
+        if record.levelno >= logging.WARNING:
+            self.warnings.append(self.events[-1])
 
     def named(self, name: str, *, text: str = "", **fields: Any) -> list[dict[str, Any]]:
         """The events of that name with these fields, whose reason contains `text`."""
@@ -218,7 +222,7 @@ class RecordingServer:
 
     lane: Lane
     peer: Peer
-    peer_left: Callable[[], None]
+    peer_left: Callable[[bool], None]
     messages: list[Message] = field(default_factory=list)
     aborted: bool = False
 
@@ -228,7 +232,7 @@ class RecordingServer:
             self.lane.post(frames.DoneAck(message.grant_id))
         elif isinstance(message, frames.Bye):
             self.lane.post(frames.ByeAck())
-            self.peer_left()
+            self.peer_left(message.returns)
 
     def abort(self) -> None:
         self.aborted = True
@@ -269,7 +273,7 @@ class LoopNode:
         self.links = Links(self.context, CODES)
         self.listener: Listener | None = None
 
-    def _serve(self, lane: Lane, path: DataPath, peer: Peer, peer_left: Callable[[], None]) -> RecordingServer:
+    def _serve(self, lane: Lane, path: DataPath, peer: Peer, peer_left: Callable[[bool], None]) -> RecordingServer:
         server = RecordingServer(lane, peer, peer_left)
         self.servers.append(server)
         return server
@@ -299,7 +303,7 @@ class LoopNode:
     async def die(self) -> None:
         """End as a killed process does: without a word to the peers."""
         for link in self.links.all():
-            link.wave = lambda: None  # type: ignore[method-assign]
+            link.wave = lambda **_: None  # type: ignore[method-assign]
         await self.close()
 
     async def close(self) -> None:

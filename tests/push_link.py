@@ -27,8 +27,10 @@ from kvpull_async.values import CacheDesc, DataType, Placement
 from tests.loop_nodes import eventually
 from tests.pull_link import LONG_MS, STEP
 
-WAYS = ("inline", "ticket", "begun", "accepted")
-"""How the bytes of a push travel: with the offer, read by the receiver, sent at once, or sent once it is ready."""
+WAYS = ("at once", "inline", "ticket", "begun", "accepted")
+"""How the bytes of a push travel: with the offer (which the link takes without a wait, or not), read by the receiver,
+sent at once, or sent once it is ready.
+"""
 OK = int(LLMStatusCode.LLM_SUCCESS)
 DESC = CacheDesc(4, [2, 700_000], DataType.DT_UINT8)
 
@@ -51,6 +53,8 @@ class Sending:
         self.loop.call_later(STEP, self._step)
 
     def _step(self) -> None:
+        if self.settled.done():
+            return
         if self.stuck and (self._stubborn or not self.aborted):
             self._next()
             return
@@ -63,6 +67,11 @@ class Sending:
             return
         self._lending.close()
         self.done.set_result(len(self.sent))
+        self.settled.set_result(None)
+
+    def breaks(self, error: OSError) -> None:
+        self._lending.close()
+        self.done.set_exception(error)
         self.settled.set_result(None)
 
     def abort(self) -> bool:
@@ -95,7 +104,7 @@ class PushPath:
         self.transfers: list[Sending | Lent] = []
         self.described: dict[bytes, Span] = {}
         self.released: list[bytes] = []
-        self.broken: OSError | None = None
+        self.broken: Exception | None = None
 
     @property
     def prepared(self) -> bool:
@@ -130,6 +139,9 @@ class PushChannel:
         self._lane = lane
         self.clogged = False
         self.broken: OSError | None = None
+
+    def post(self, data: bytes) -> None:
+        self._lane.sent()
 
     async def send(self, data: bytes) -> None:
         await asyncio.sleep(0)
@@ -198,7 +210,7 @@ class PushLink:
 
     def __init__(self, way: str, *, settle_timeout: float = 5.0) -> None:
         self.way = way
-        self.inline_limit = 2**20 if way == "inline" else 0
+        self.inline_limit = 2**20 if way in ("inline", "at once") else 0
         self.settle_timeout = settle_timeout
         self.silent = False
         """The receiver does not take what it is offered."""
@@ -230,6 +242,11 @@ class PushLink:
 
     def leave(self, push: object) -> None:
         self.fifo.release()
+
+    def ready_now(self) -> PushLane | None:
+        channel = self.lane.channel
+        ready = not (self.lane.lost.done() or self.unreachable or channel.clogged or channel.broken)
+        return self.lane if ready and self.way == "at once" else None
 
     async def ready(self, deadline: Deadline) -> PushLane:
         await asyncio.sleep(0)
@@ -302,7 +319,7 @@ class PushBench:
         regions = self.registry.backend.adopt(addresses, tensor_nbytes=DESC.size, placement=Placement.HOST)
         self.entry: Entry = self.registry.add(DESC, regions, blocks=False)
         self.reports: list[Report] = []
-        self.size = 1024 if way == "inline" else 700_000
+        self.size = 1024 if self.link.inline_limit else 700_000
 
     def push(self, timeout_ms: float = LONG_MS, *, most_rows: int = 4) -> Push:
         report = Report("push_cache", f"push-{len(self.reports)}", push=True)

@@ -176,7 +176,7 @@ class Scene:
             settle_timeout=settle_timeout, pushes_by_key=pushes_by_key, peer_left=self._left,
         )  # fmt: skip
 
-    def _left(self) -> None:
+    def _left(self, returns: bool = False) -> None:
         self.left += 1
 
     def ask(self, number: int, **fields: Any) -> None:

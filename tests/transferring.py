@@ -72,15 +72,19 @@ class Sends:
         self.parcels: list[Parcel] = []
         self.remaining: list[float] = []
         self.traces: list[str] = []
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        """The id of each push, and what it is a part of."""
         self.act: Callable[[Parcel], Any] = lambda _: None
 
     async def __call__(
-        self, node: Any, dialect: Any, parcel: Parcel, *, operation: str, deadline: Deadline, traceparent: str = ""
-    ) -> None:
+        self, node: Any, dialect: Any, parcel: Parcel, *, pull_id: str, operation: str, deadline: Deadline,
+        part_of: dict[str, Any], traceparent: str = "",
+    ) -> None:  # fmt: skip
         assert operation == "transfer_cache_async"
         self.parcels.append(parcel)
         self.remaining.append(deadline.remaining)
         self.traces.append(traceparent)
+        self.told.append((pull_id, part_of))
         acted = self.act(parcel)
         if asyncio.iscoroutine(acted):
             await acted

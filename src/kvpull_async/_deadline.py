@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import async_timeout
 
-__all__ = ["NEVER", "Deadline", "absorb"]
+__all__ = ["NEVER", "Deadline", "absorb", "finish"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +78,13 @@ async def absorb(waiting: Iterable[asyncio.Future[Any]], deadline: Deadline) -> 
             except asyncio.CancelledError:
                 pending = {future for future in pending if not future.done()}
     return not pending
+
+
+async def finish(step: Coroutine[Any, Any, None], deadline: Deadline) -> None:
+    """Have a step that keeps to the deadline run to its end; a cancellation of the waiting task is raised then."""
+    running = asyncio.get_running_loop().create_task(step, name="kvpull-finish")
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await absorb([running], deadline)
+        raise

@@ -1,36 +1,111 @@
-"""Which cache has the memory at an address. It must not touch that memory."""
+"""Which cache has the memory at an address. It must not touch that memory.
+
+Peers ask, on the loop: the table is kept up to date with every cache, and all addresses of an offer are looked up at
+once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpull_async.held import Entry
 from kvpull_async.memory.base import Region
 
 __all__ = ["Addresses"]
 
+Numbers = NDArray[np.int64]
+_TOP: Final = 2**63 - 1
+_FEW: Final = 1024
+"""Fewest rows that the table has room for."""
+
 
 class Addresses:
-    """A table of all tensors of some caches, made anew after `forget` when it is next asked for."""
+    """A row for each tensor of some caches, in the order in which these were made."""
 
-    def __init__(self, entries: Callable[[], Iterable[Entry]]) -> None:
-        self._entries = entries
-        self._found: list[tuple[Entry, Region]] | None = None
+    def __init__(self) -> None:
+        self.clear()
 
-    def forget(self) -> None:
-        """The caches have changed."""
-        self._found = None
+    def clear(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self._begins, self._ends, self._owners = np.zeros((3, _FEW), np.int64)
+        self._used = self._dead = 0
 
-    def find(self, address: int, nbytes: int) -> tuple[Entry, Region] | None:
-        """The tensor that has those bytes, of the youngest cache if several have."""
-        if self._found is None:
-            self._found = [(entry, region) for entry in self._entries() for region in entry.regions]
-            self._begins = np.array([region.address for _, region in self._found], np.uint64)
-            self._ends = self._begins + np.array([region.nbytes for _, region in self._found], np.uint64)
-        if not 0 <= address < 2**63 or not 0 < nbytes < 2**63:
-            return None
-        begin, end = np.uint64(address), np.uint64(address + nbytes)
-        inside = np.flatnonzero((self._begins <= begin) & (self._ends >= end))
-        return self._found[int(inside[-1])] if inside.size else None
+    def add(self, entry: Entry) -> None:
+        """A cache that is younger than all that are in the table."""
+        if self._used + len(entry.regions) > len(self._begins):
+            self._resize(2 * (self._used + len(entry.regions)))
+        first, last = self._used, self._used + len(entry.regions)
+        self._begins[first:last] = [min(region.address, _TOP) for region in entry.regions]
+        self._ends[first:last] = [min(region.address + region.nbytes, _TOP) for region in entry.regions]
+        self._owners[first:last] = entry.cache_id
+        self._used = last
+        self._entries[entry.cache_id] = entry
+
+    def remove(self, entry: Entry) -> None:
+        """Nothing happens if it is not in the table."""
+        if self._entries.pop(entry.cache_id, None) is None:
+            return
+        first, last = np.searchsorted(self._owners[: self._used], (entry.cache_id, entry.cache_id + 1))
+        self._begins[first:last], self._ends[first:last] = _TOP, -1
+        self._dead += int(last - first)
+        if self._dead > max(self._used // 2, _FEW):
+            self._resize(len(self._begins))
+
+    def find(self, addresses: Numbers, nbytes: int) -> list[tuple[Entry, Region] | None]:
+        """For each address the tensor that has those bytes, of the youngest cache if several have."""
+        if not 0 < nbytes <= _TOP or not addresses.size:
+            return [None] * addresses.size
+        rows = self._rows(addresses, nbytes)
+        owners = self._owners[rows]
+        tensors = rows - np.searchsorted(self._owners[: self._used], owners)
+        found: list[tuple[Entry, Region] | None] = []
+        for row, owner, tensor in zip(rows.tolist(), owners.tolist(), tensors.tolist(), strict=True):
+            entry = self._entries[owner] if row >= 0 else None
+            found.append(None if entry is None else (entry, entry.regions[tensor]))
+        return found
+
+    def _rows(self, addresses: Numbers, nbytes: int) -> Numbers:
+        """The number of the row for each address, or -1."""
+        order = np.argsort(addresses)
+        points = addresses[order]
+        begins, lasts = self._begins[: self._used], self._ends[: self._used] - nbytes
+        rows = np.flatnonzero((begins <= points[-1]) & (lasts >= points[0]))
+        low, high = np.searchsorted(points, begins[rows]), np.searchsorted(points, lasts[rows], "right")
+        some = high > low  # the points low..high lie in that tensor
+        result = np.empty_like(addresses)
+        result[order] = _youngest(rows[some], low[some], high[some], count=points.size)
+        return result
+
+    def _resize(self, room: int) -> None:
+        """With room for so many rows, and without those of caches that are no more."""
+        alive = np.flatnonzero(self._ends[: self._used] >= 0)
+        old = (self._begins, self._ends, self._owners)
+        self._begins, self._ends, self._owners = np.zeros((3, room), np.int64)
+        for before, after in zip(old, (self._begins, self._ends, self._owners), strict=True):
+            after[: alive.size] = before[alive]
+        self._used, self._dead = alive.size, 0
+
+    def __repr__(self) -> str:
+        return f"<Addresses caches={len(self._entries)} rows={self._used - self._dead}>"
+
+
+def _youngest(rows: Numbers, low: Numbers, high: Numbers, *, count: int) -> Numbers:
+    """For each of `count` points the largest of the rows, which ascend, whose range low..high has it; -1 if none has.
+
+    A range is covered by two ranges of 2^k points, which are halved until they are points: however many ranges there
+    are and however they overlap, it takes no step for each.
+    """
+    levels = np.frexp(high - low)[1] - 1
+    best = np.full((2, count.bit_length(), count), -1, np.int64)
+    best[0, levels, low] = rows  # of several rows for one place the last stays, which is the largest
+    best[1, levels, high - (1 << levels)] = rows
+    ranges: Numbers = np.maximum(best[0], best[1])
+    for level in range(len(ranges) - 1, 0, -1):
+        half, wide, narrow = 1 << (level - 1), ranges[level], ranges[level - 1]
+        np.maximum(narrow, wide, out=narrow)
+        np.maximum(narrow[half:], wide[: count - half], out=narrow[half:])
+    best_of_all: Numbers = ranges[0]
+    return best_of_all

@@ -25,8 +25,8 @@ __all__ = ["Place", "find"]
 
 Numbers = NDArray[np.int64]
 _WORD: Final = 8
-_ADDRESSES_LIMIT: Final = 2**12
-"""Most addresses in one offer: each is looked up, on the loop."""
+_ADDRESSES_LIMIT: Final = 2**8
+"""Most addresses in one offer, which are looked up on the loop; a transfer names the two of one layer."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def find(registry: Registry, offer: frames.Offer, tail: bytes, *, by_key: bool) 
         entries = (entry,)
         regions = entry.regions[offer.first_tensor : offer.first_tensor + offer.tensors]
     for entry in entries:
-        entry.reach()
+        entry.reach(writing=True)
     start = offer.entry * entries[0].entry_nbytes if offer.key == "cache" and not offer.blocks else 0
     return Place(
         entries=entries,
@@ -87,6 +87,8 @@ def _split(offer: frames.Offer, tail: bytes) -> _Tables:
     addresses, blocks, src_blocks = np.split(table, np.cumsum(counts)[:2])
     payload = memoryview(tail)[sum(counts) * _WORD :]
     expected = offer.tensors * offer.per_tensor if offer.inline else 0
+    if expected > frames.INLINE_MOST:
+        raise _invalid(f"{expected} bytes came with the offer, at most {frames.INLINE_MOST} may")
     if len(payload) != expected:
         raise _invalid(f"{len(payload)} bytes came with the offer, {expected} were to")
     return _Tables(addresses, blocks, src_blocks, payload)
@@ -141,21 +143,25 @@ def _by_address(
     registry: Registry, offer: frames.Offer, tables: _Tables
 ) -> tuple[tuple[Entry, ...], tuple[Region, ...]]:
     """Each address must be inside one tensor of one cache, with all that is to be written from there on."""
-    nbytes = (int(tables.blocks.max()) + 1) * offer.block_nbytes if offer.blocks else offer.per_tensor
     if offer.tensors > _ADDRESSES_LIMIT:
         raise _invalid(f"{offer.tensors} addresses in one offer, at most {_ADDRESSES_LIMIT} may be")
-    ordered = np.sort(tables.addresses).tolist()
-    if any(after - before < nbytes for before, after in itertools.pairwise(ordered)):
-        raise _invalid(f"two of the addresses are less than the {nbytes} bytes apart that are to be written at each")
+    nbytes = (int(tables.blocks.max()) + 1) * offer.block_nbytes if offer.blocks else offer.per_tensor
     entries: dict[int, Entry] = {}
     regions = []
-    for address in tables.addresses.tolist():
-        found = registry.find_address(address, nbytes)
+    addresses = tables.addresses.tolist()
+    for address, found in zip(addresses, registry.find_addresses(tables.addresses, nbytes), strict=True):
         if found is None:
             raise _invalid(f"no remote accessible cache of the receiver has {nbytes} bytes at {address:#x}")
         entry, region = found
+        if offer.blocks and entry.blocks:
+            if entry.cache_id not in entries:
+                _check_blocks(offer, entry, tables.blocks)
+            if address != region.address:
+                raise _invalid(f"{address:#x} is inside a tensor of a blocks cache of the receiver, not its beginning")
         entries[entry.cache_id] = entry
         regions.append(Region(address, nbytes, region.placement, region.owner))
+    if any(after - before < nbytes for before, after in itertools.pairwise(sorted(addresses))):
+        raise _invalid(f"two of the addresses are less than the {nbytes} bytes apart that are to be written at each")
     return tuple(entries.values()), tuple(regions)
 
 

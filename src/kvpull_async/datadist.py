@@ -20,6 +20,7 @@ from kvpull_async.engine import Engine
 from kvpull_async.links import Target
 from kvpull_async.managers import dialect
 from kvpull_async.managers.manager import Manager, Operation
+from kvpull_async.observe import Counters
 from kvpull_async.registry import Entry
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import Cache, KvCache, LLMClusterInfo, LLMRole, RegisterMemStatus, int_to_ip
@@ -43,6 +44,7 @@ class DataDist:
         self._dropped = dropped
         self._lock = threading.Lock()  # protects _engine: of two threads that call `init` or `finalize`, one does it
         self._engine: Engine | None = None
+        self._counted: Counters | None = None
         self._given: dict[str, str] = {}
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -51,8 +53,15 @@ class DataDist:
     def engine(self) -> Engine:
         """RuntimeError before `init` and after `finalize`, as in the original."""
         if self._engine is None:
-            raise RuntimeError("LLMDataDist is not initialised: call init(options) first")
+            what = ": call init(options) first" if self._counted is None else " any more: call init(options) again"
+            raise RuntimeError(f"LLMDataDist is not initialised{what}")
         return self._engine
+
+    def snapshot(self) -> dict[str, int]:
+        """The counters of the running engine, or those of the last one. RuntimeError before the first `init`."""
+        if self._engine is None and self._counted is not None:
+            return self._counted.snapshot()
+        return self.engine.snapshot()
 
     def start(self, options: object) -> Operation[None] | None:
         """The step that opens a new engine; None when there is one already. After a failure call `drop`."""
@@ -81,6 +90,7 @@ class DataDist:
             engine, self._engine = self._engine, None
         if engine is not None:
             self.role = engine.node.role
+            self._counted = engine.counters
         return engine
 
     @property

@@ -23,6 +23,7 @@ from kvpull_async._workers import Workers, report_to
 from kvpull_async.comms import Comms
 from kvpull_async.config import Settings
 from kvpull_async.config.rank_table import Gathering
+from kvpull_async.config.settings import WEAK_BELOW
 from kvpull_async.core import Call, CoreLoop
 from kvpull_async.lane import Lane
 from kvpull_async.linkage import LinkContext, Route, Server
@@ -31,6 +32,7 @@ from kvpull_async.listening import close_all, listen
 from kvpull_async.managers.manager import Operation
 from kvpull_async.managers.node import Node
 from kvpull_async.memory.host import HostMemory
+from kvpull_async.protocol import frames
 from kvpull_async.protocol.session import Identity, Peer
 from kvpull_async.registry import Registry
 from kvpull_async.routes import Routes
@@ -52,10 +54,6 @@ __all__ = [
 T = TypeVar("T")
 _WORKERS: Final = max(2, min(4, os.cpu_count() or 1))
 """Threads for copies and allocations: four fill the memory bus of most machines."""
-_INLINE_MOST: Final = 2**20
-"""Most bytes that a peer may ask to have put on a grant. Its own `inline_limit` decides, not this side's: a puller that
-expects them there has no payload connection.
-"""
 _POLL: Final = 0.001
 _TEARDOWN: Final = 0.5
 """Seconds that threads have to end after what they did has been stopped."""
@@ -115,6 +113,7 @@ class Engine:
         loop, find, log = self.core.loop, self.links.find, self.log
         self.node: Node = Node(settings.role, settings, self.registry, self.workers, self.counters, log, loop, find)
         self._listeners: list[Listener] = []
+        self._closed = False
         try:
             self.core.start()
         except RuntimeError:
@@ -135,16 +134,16 @@ class Engine:
             gone=lambda link: self.links.gone(link),  # noqa: PLW0108  (`links` is made with this context)
         )
 
-    def _serve(self, lane: Lane, path: DataPath, peer: Peer, peer_left: Callable[[], None]) -> Server:
+    def _serve(self, lane: Lane, path: DataPath, peer: Peer, peer_left: Callable[[bool], None]) -> Server:
         return Serving(
             lane,
             path,
             registry=self.registry,
             record=self.links.record(peer.incarnation),
             workers=self.workers,
-            log=self.log,
+            log=self.log.bind(cluster_id=peer.cluster_id),
             counters=self.counters,
-            inline_limit=_INLINE_MOST,
+            inline_limit=frames.INLINE_MOST,  # the peer's own decides: who expects bytes there has no other connection
             lease_margin=self.settings.lease_margin_ms / 1000,
             settle_timeout=self.settings.settle_timeout_ms / 1000,
             pushes_by_key=self.settings.remote_cache_access,
@@ -162,6 +161,8 @@ class Engine:
             self.log.info("config.ignored_option", option=name, reason="its value has no meaning here")
         for name, nearest in self.settings.unknown_variables:
             self.log.warning("config.unknown_variable", variable=name, nearest=nearest)
+        if self.settings.weak_secret:
+            self.log.warning("config.weak_secret", reason=f"link_secret has fewer than {WEAK_BELOW} bytes")
         if self.settings.listen is not None:
             await self.listen(self.settings.listen)
         if self.settings.allow_insecure_network:
@@ -169,10 +170,14 @@ class Engine:
 
     async def listen(self, address: Address) -> None:
         try:
-            self._listeners += await listen(self._routes, address, self._acceptor)
+            opened = await listen(self._routes, address, self._acceptor)
         except OSError as error:
             text = f"cannot listen on {address[0]}:{address[1]}: {error}"
             raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
+        if self._closed:  # meanwhile, and nobody would close these
+            await close_all(opened)
+            raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+        self._listeners += opened
         host, port = self._listeners[-1].address
         self.log.info("link.listening", address=f"{host}:{port}")
 
@@ -190,6 +195,7 @@ class Engine:
     async def close(self) -> None:
         """Everything down to the last thread, within `close_timeout`; what cannot be stopped is left and named."""
         deadline = Deadline.after_ms(self.settings.close_timeout_ms)
+        self._closed = True
         await self.stop_listening()
         await self.comms.close(deadline)
         await self.links.close(deadline)

@@ -92,8 +92,8 @@ class LLMDataDist:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened since `init`, by name: docs/events.md lists them. Our own."""
-        return self._core.engine.snapshot()
+        """What happened since `init`, by name, also after `finalize`: docs/events.md lists them. Our own."""
+        return self._core.snapshot()
 
     @property
     def kv_cache_manager(self) -> KvCacheManager:
@@ -140,10 +140,16 @@ class LLMDataDist:
         await awaited(self._core.engine, self._core.switch_role(role, switch_options))
 
     async def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Link to the members of a comm, each with its rank, where the rank table says: the id of the comm, at once.
+        """Link to the other members of a comm, where the rank table says: the id of the comm, at once.
 
-        All members call it, in any order; `query_register_mem_status` tells how it goes. Errors: TypeError, ValueError;
-        LLMException with LLM_PARAM_INVALID, LLM_ALREADY_LINK (the comm exists), LLM_FEATURE_NOT_ENABLED ("hixl").
+        `comm_name` has 1 to 127 characters, `cluster_rank_info` 2 to 4 clusters with their ranks, this one among them,
+        in ascending order of ranks, `rank_table` is JSON. All members call it with the same, in any order. At once
+        means that this side listens, and looks for the others, but waits for none: `query_register_mem_status` tells
+        how it goes. Memory registered afterwards is not remote accessible.
+
+        Errors: TypeError, ValueError; LLMException with LLM_PARAM_INVALID (also when this node can listen at no address
+        of its rank), LLM_ALREADY_LINK (a comm of this name, these ranks and devices exists and has not failed),
+        LLM_LINK_FAILED (512 comms exist), LLM_FEATURE_NOT_ENABLED (`transfer_backend` "hixl").
         """
         return await awaited(self._core.engine, self._core.link(comm_name, cluster_rank_info, rank_table))
 

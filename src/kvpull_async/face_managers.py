@@ -104,13 +104,9 @@ class KvCacheManager(_Manager):
         await self._run(self._manager.remove_cache_key(cache_key))
 
     async def pull_cache(
-        self,
-        cache_key: CacheKey | CacheKeyByIdAndIndex,
-        kv_cache: KvCache,
-        batch_index: int = 0,
-        size: int = -1,
+        self, cache_key: CacheKey | CacheKeyByIdAndIndex, kv_cache: KvCache, batch_index: int = 0, size: int = -1,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Pull one batch entry of a remote cache into entry `batch_index` of `kv_cache`. Role DECODER only.
 
         Args:
@@ -121,6 +117,9 @@ class KvCacheManager(_Manager):
             src_layer_range, dst_layer_range: `range` of layers, step 1; empty or absent is all of them.
             tensor_num_per_layer: tensors in one layer, default 2.
             src_cache_offset, dst_cache_offset: bytes into the entry; giving one, 0 included, keeps the key.
+            wait_for_key: True to wait, inside the timeout, for a key that the source has not yet (see `publish_cache`);
+                the link is free for others meanwhile.
+            strict_layout: True to insist on the source's data type and entry shape, else LLM_PARAM_INVALID.
             timeout: ms for this call instead of `sync_kv_timeout`; queueing and connecting count.
             traceparent: W3C trace context, to be found in the log events of both sides.
             **kwargs: the names from `src_layer_range` on; others are a TypeError.
@@ -133,13 +132,9 @@ class KvCacheManager(_Manager):
         await self._run(self._manager.pull_cache(cache_key, kv_cache, batch_index, size, kwargs))
 
     def pull_layers(
-        self,
-        cache_key: CacheKey | CacheKeyByIdAndIndex,
-        kv_cache: KvCache,
-        batch_index: int = 0,
-        size: int = -1,
+        self, cache_key: CacheKey | CacheKeyByIdAndIndex, kv_cache: KvCache, batch_index: int = 0, size: int = -1,
         **kwargs: Any,
-    ) -> LandingLayers:
+    ) -> LandingLayers:  # fmt: skip
         """As `pull_cache`, giving each layer when it has landed. New here: the original has no such call.
 
             async with manager.pull_layers(key, cache) as layers:
@@ -153,9 +148,11 @@ class KvCacheManager(_Manager):
         starts both the pull and its deadline; neither waits for the iteration. Leaving early cancels the pull and waits
         until nothing writes any more.
 
-        Arguments and errors as for `pull_cache`. What needs no table is checked by this call, before the block; the
-        rest is raised by the iteration. Also LLM_PARAM_INVALID for tensors that do not make whole layers; RuntimeError
-        for iterating outside `async with` and for entering twice.
+        Arguments and errors as for `pull_cache`, `wait_for_key` and `strict_layout` included. With `dst_blocks=` (and
+        `src_blocks=` for a `BlocksCacheKey`) it is a `pull_blocks`, without `batch_index`, `size` and offsets.
+        What needs no table is checked by this call, before the block; the rest is raised by the iteration. Also
+        LLM_PARAM_INVALID for tensors that do not make whole layers; RuntimeError for iterating outside `async with` and
+        for entering twice.
         """
         asked = self._manager.pull_layers(cache_key, kv_cache, batch_index, size, kwargs)
         return LandingLayers(LayerPull(self._engine, asked))
@@ -166,7 +163,8 @@ class KvCacheManager(_Manager):
     ) -> None:  # fmt: skip
         """Pull blocks of a remote paged cache: `prompt_blocks[i]` into `decoder_blocks[i]`, for every tensor.
 
-        Keyword arguments and errors as for `pull_cache`, without size and offsets.
+        Keyword arguments, as for `pull_cache`: `src_layer_range`, `dst_layer_range`, `tensor_num_per_layer`,
+        `wait_for_key`, `strict_layout`, `timeout` (ms), `traceparent`. Errors as there.
         """
         operation = self._manager.pull_blocks(prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, kwargs)
         await self._run(operation)
@@ -228,23 +226,33 @@ class CacheManager(_Manager):
         return handle
 
     async def deallocate_cache(self, cache: Cache) -> None:
-        """Give up an allocated cache, as `KvCacheManager.deallocate_cache`; harmless for registered ones."""
+        """Give up an allocated cache, as `KvCacheManager.deallocate_cache`. It leaves a registered one alone, which is
+        taken back by `unregister_cache`. A blocks cache is LLM_PARAM_INVALID, also a registered one.
+        """
         await self._run(self._manager.deallocate(cache, blocks=False))
 
     async def deallocate_blocks_cache(self, cache: Cache) -> None:
-        """Give up an allocated blocks cache, its key with it."""
+        """As `deallocate_cache`, for a blocks cache and its key; any other cache is LLM_PARAM_INVALID."""
         await self._run(self._manager.deallocate(cache, blocks=True))
 
     async def register_cache(
         self, cache_desc: CacheDesc, addrs: list[int] | None = None, cache_keys: Any = (),
         remote_accessible: bool | None = None, *, tensors: list[Any] | tuple[Any, ...] | None = None,
     ) -> Cache:  # fmt: skip
-        """Offer memory of your own. It is not touched; pulls never consume its keys.
+        """Offer memory of your own. Its bytes are not changed here; pulls never consume its keys.
 
         Either `addrs`, one address (int) per tensor: the memory stays yours, do not free it before `unregister_cache`
         has returned. Or `tensors`, a list of torch tensors on the CPU or numpy arrays, contiguous, writable and of
-        `cache_desc.size` bytes each: they are kept alive until then, even if you drop yours (but do not resize them).
+        `cache_desc.size` bytes each: they are kept alive until then, even if you drop yours.
         An integer type may stand for any other of as many bytes; a type of floating point must be the descriptor's.
+
+        Until then do not give them other memory: no `share_memory_()`, no queue or pipe of `torch.multiprocessing`
+        (which calls it), no resize; do that before. It frees the registered memory. A tensor found elsewhere at the
+        next use is LLM_PARAM_INVALID; a transfer under way, and a peer on this host that reads without asking, do not
+        notice. Nor is it noticed of a numpy array that shows a tensor's memory: register the tensor.
+
+        Memory is looked at when it is first used: LLM_PARAM_INVALID there if it cannot be read, or, for what writes
+        here, is read-only (of each tensor the first and the last page are tried). It may be read-only if nothing does.
         Errors: TypeError (a tuple of addresses, too), ValueError; LLMException with LLM_PARAM_INVALID.
         """
         handle: Cache = await self._run(
@@ -282,15 +290,13 @@ class CacheManager(_Manager):
         await self._run(self._manager.remove_cache_key(cache_key))
 
     async def pull_cache(
-        self,
-        cache_key: CacheKey | CacheKeyByIdAndIndex,
-        cache: Cache,
-        batch_index: int = 0,
-        size: int = -1,
+        self, cache_key: CacheKey | CacheKeyByIdAndIndex, cache: Cache, batch_index: int = 0, size: int = -1,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """As `KvCacheManager.pull_cache`, in any role; expiry is LLM_TIMEOUT.
 
+        Its keyword arguments: `src_layer_range`, `dst_layer_range`, `tensor_num_per_layer`, `src_cache_offset`,
+        `dst_cache_offset`, `wait_for_key`, `strict_layout`, `timeout` (ms), `traceparent`.
         With remote cache access on, only `CacheKeyByIdAndIndex` is accepted, both caches must be remote accessible,
         and no key is consumed. Differs from the original: offsets work.
         """
@@ -301,32 +307,28 @@ class CacheManager(_Manager):
             await self._run(self._manager.pull_cache(cache_key, cache, batch_index, size, kwargs))
 
     def pull_layers(
-        self,
-        cache_key: CacheKey | CacheKeyByIdAndIndex,
-        cache: Cache,
-        batch_index: int = 0,
-        size: int = -1,
+        self, cache_key: CacheKey | CacheKeyByIdAndIndex, cache: Cache, batch_index: int = 0, size: int = -1,
         **kwargs: Any,
-    ) -> LandingLayers:
-        """As `KvCacheManager.pull_layers`, in any role; a blocks cache is refused. Expiry is LLM_TIMEOUT."""
+    ) -> LandingLayers:  # fmt: skip
+        """As `KvCacheManager.pull_layers`, in any role; expiry is LLM_TIMEOUT. Into a blocks cache with `dst_blocks=`.
+
+        Keyword arguments as for `pull_cache`; with `dst_blocks=` (and `src_blocks=`) as for `pull_blocks`.
+        """
         asked = self._manager.pull_layers(cache_key, cache, batch_index, size, kwargs)
         return LandingLayers(LayerPull(self._engine, asked))
 
     async def pull_blocks(
-        self,
-        src_cache_key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex,
-        dst_cache: Cache,
-        src_blocks: Any = (),
-        dst_blocks: Any = (),
-        **kwargs: Any,
-    ) -> None:
+        self, src_cache_key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex, dst_cache: Cache, src_blocks: Any = (),
+        dst_blocks: Any = (), **kwargs: Any,
+    ) -> None:  # fmt: skip
         """Pull into the blocks `dst_blocks` of every tensor of `dst_cache`.
 
         From a `BlocksCacheKey`: block `src_blocks[i]` into `dst_blocks[i]`; blocks must have the same size in bytes.
         From another key: the i-th block-sized slice of its contiguous entry into `dst_blocks[i]`, the last maybe
         shorter; `src_blocks` stays empty. Other blocks stay untouched.
-        Keyword arguments: layer ranges, `tensor_num_per_layer`, `timeout` (ms), `traceparent`. Errors as for
-        `pull_cache`; also LLM_PARAM_INVALID for two source blocks that go to one destination block.
+        Keyword arguments, as for `pull_cache`: `src_layer_range`, `dst_layer_range`, `tensor_num_per_layer`,
+        `wait_for_key`, `strict_layout`, `timeout` (ms), `traceparent`. Errors as there; also LLM_PARAM_INVALID for two
+        source blocks that go to one destination block.
         """
         await self._run(self._manager.pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs))
 

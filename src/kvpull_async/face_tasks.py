@@ -48,6 +48,10 @@ class CacheTask:
     def __await__(self) -> Generator[Any, None, LLMStatusCode]:
         return self.synchronize().__await__()
 
+    def done(self) -> bool:
+        """Whether the transfer has ended, however. Our own."""
+        return self._task.over
+
     @property
     def exceptions(self) -> list[BaseException | None]:
         """What was raised, one per config, in order; None where nothing was, or not yet. Our own."""
@@ -100,9 +104,11 @@ class Transferring:
             src_block_indices: list or tuple of the blocks to send; for a blocks cache. Else the batch entry
                 `src_batch_index` of each config goes.
             dst_block_indices: list or tuple of the receiver's blocks, in which they land. Without, an entry lands in
-                one piece.
+                one piece. As with `pull_blocks`, the i-th block gets the i-th block-sized slice of an entry: a list
+                that has no room for all of it sends the beginning.
             dst_block_memory_size: bytes of a receiver's block. To send an entry into blocks it must be given; the last
-                block may get less.
+                block may get less. An address inside a blocks cache must be the beginning of its tensor, and this its
+                block size.
             timeout: ms for each layer, counted from when it may be sent, instead of `sync_kv_timeout`.
             traceparent: W3C trace context, to be found in the log events of both sides.
 
@@ -111,7 +117,11 @@ class Transferring:
         LLM_FAILED; LLM_PARAM_INVALID where `synchronize_layer` returned False.
         """
         blocks = (src_block_indices, dst_block_indices, dst_block_memory_size)
-        options, caller = {"timeout": timeout, "traceparent": traceparent}, asyncio._get_running_loop()
+        options = {"timeout": timeout, "traceparent": traceparent}
+        try:
+            caller = asyncio.get_running_loop()
+        except RuntimeError:  # called where none runs: a coroutine function is refused then
+            caller = None
         asked = self._manager.transfer_cache_async(
             src_cache, layer_synchronizer, transfer_configs, *blocks, options=options, caller=caller
         )

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import report_to, resolve
 from kvpull_async.memory.base import Allocation, MemoryBackend, Region
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.values import CacheDesc
+from kvpull_async.values import CacheDesc, foreign
 
 __all__ = ["Binding", "Entry", "KeyId", "Pin"]
 
@@ -46,8 +46,15 @@ class Binding:
     index: int
     key: KeyId
     generation: int
-    missing: set[int] = field(default_factory=set)
-    """Tensors nobody has pulled yet; the key is consumed when none is left."""
+    missing: set[int] | None = None
+    """Tensors nobody has pulled yet, once some have been: most keys go with one pull."""
+
+    def tick_off(self, tensors: Iterable[int]) -> int:
+        """How many tensors nobody has pulled yet, after these; the key is consumed when none is left."""
+        if self.missing is None:
+            self.missing = set(range(self.entry.desc.num_tensors))
+        self.missing.difference_update(tensors)
+        return len(self.missing)
 
 
 class Entry:
@@ -75,9 +82,12 @@ class Entry:
         self.alive: bool = True
         """Whether the id still refers to it, that is, until it is deallocated or unregistered."""
         self.reached: bool = allocation is not None
-        """Whether there was memory at the caller's addresses when they were first used."""
+        """Whether the caller's memory was found readable when it was first read."""
+        self.writable: bool = allocation is not None
+        """Whether it was found writable when it was first to be written."""
         self.bindings: dict[int, Binding] = {}
         self.blocks_model: int | None = None
+        self._pointers: tuple[Callable[[], int], ...] = foreign.pointers([region.owner for region in regions])
         self._backend = backend
         self._dropped = dropped
         self._gate = threading.RLock()  # protects _claims, against the end of the entry and those who wait for it
@@ -111,19 +121,47 @@ class Entry:
         """LLM_KV_CACHE_NOT_EXIST once it is released: registered memory may then be gone."""
         if not self.alive:
             raise LLMException(f"cache {self.cache_id} was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+        self._stays()
         return self._backend.views(self.regions)
 
     def dropped(self) -> None:
         self._dropped(self.cache_id)
 
-    def reach(self) -> None:
-        """Before any use of the memory: LLM_PARAM_INVALID if there is none at an address that the caller gave."""
-        if not self.reached:
-            self._backend.reach(self.regions)
-            self.reached = True
+    def reach(self, *, writing: bool = False) -> None:
+        """Before any use of the memory: LLM_PARAM_INVALID if there is none at an address that the caller gave, if it
+        cannot be read, or written, or if a tensor of the caller's has its bytes elsewhere by now.
+        """
+        self._stays()
+        if not (self.writable if writing else self.reached):
+            self._backend.reach(self.regions, writing=writing)
+            if writing:
+                self.writable = True
+            else:
+                self.reached = True
+
+    def moved(self, tensors: range) -> int | None:
+        """From any thread: the first of these tensors that has its bytes no longer where it was registered. Its library
+        did that, and has most likely freed them.
+        """
+        pointers, regions = self._pointers, self.regions
+        if pointers:
+            for i in tensors:
+                if pointers[i]() != regions[i].address:
+                    return i
+        return None
+
+    def _stays(self) -> None:
+        moved = self.moved(range(len(self._pointers))) if self._pointers else None
+        if moved is not None:
+            raise LLMException(
+                f"tensor {moved} of cache {self.cache_id} moved while it was registered: share_memory_(), a queue of "
+                "torch.multiprocessing and a resize give a tensor other memory; register it afterwards",
+                status_code=LLMStatusCode.LLM_PARAM_INVALID,
+            )
 
     def let_go(self) -> None:
         """Nothing uses the caller's memory any more: it may end, whoever still holds this entry."""
+        self._pointers = ()
         self.regions = tuple(replace(region, owner=None) for region in self.regions)
 
     def pin(self, cut: Callable[[], object]) -> Pin:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvpull_async._deadline import Deadline
@@ -18,7 +19,7 @@ from kvpull_async.greeting import Greeting
 from kvpull_async.observe import Log
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import FrameError, Message
-from kvpull_async.protocol.session import Failed, Received, Session, State
+from kvpull_async.protocol.session import WATCHES_LIMIT, Asking, Failed, Received, Session, State
 from kvpull_async.status import LLMException, LLMStatusCode, fresh, status_of
 from kvpull_async.transport.base import ControlChannel
 
@@ -29,6 +30,14 @@ Answer = tuple[frames.Grant, "bytes | memoryview"]
 OnMessage = Callable[[Message, bytes], None]
 _SOON: Final = 0.001
 """Seconds for which a message that nobody waits for may wait for another one."""
+
+
+@dataclass
+class _Waiting:
+    """A watch, and those who wait for what it names."""
+
+    request_id: int
+    futures: set[asyncio.Future[None]] = field(default_factory=set)
 
 
 class Lane(Greeting):
@@ -43,8 +52,10 @@ class Lane(Greeting):
         self._silence = silence
         self._on_message: OnMessage | None = None
         self._answers: dict[int, Prompt[Answer]] = {}
-        self._offers: dict[int, tuple[Callable[[], None], asyncio.Future[frames.Result]]] = {}
-        self._watches: dict[int, asyncio.Future[None]] = {}
+        self._offers: dict[int, tuple[Callable[[], None], Prompt[frames.Result]]] = {}
+        self._watches: dict[object, _Waiting] = {}
+        self._names: dict[int, object] = {}
+        """Of the watches, by request."""
         self._pongs: dict[int, asyncio.Future[None]] = {}
         self._checks: dict[bytes, asyncio.Future[bool]] = {}
         self._pings = 0
@@ -83,27 +94,47 @@ class Lane(Greeting):
 
     def offer(
         self, offer: Callable[[int], frames.Offer], *tail: bytes | memoryview, accepted: Callable[[], None]
-    ) -> tuple[int, bytes, asyncio.Future[frames.Result]]:
+    ) -> tuple[int, bytes, Prompt[frames.Result]]:
         """The same for an offer; `accepted` is called when the peer waits for its bytes on the data path."""
-        request_id, data = self._register(offer, *tail)
-        result: asyncio.Future[frames.Result] = self._loop.create_future()
+        request_id, data = self._register(offer, *tail, kind=frames.Offer)
+        result: Prompt[frames.Result] = Prompt(loop=self._loop)
         self._offers[request_id] = (accepted, result)
         return request_id, data, result
 
-    def watch(self, watch: Callable[[int], frames.Watch]) -> tuple[int, bytes, asyncio.Future[None]]:
-        """The same for a watch: the future ends when what it names is there."""
-        request_id, data = self._register(watch)
-        appeared: asyncio.Future[None] = self._loop.create_future()
-        self._watches[request_id] = appeared
-        return request_id, data, appeared
+    async def appeared(self, name: object, watch: Callable[[int], frames.Watch]) -> None:
+        """Wait until the peer has what is named. Those who wait for one name share a watch.
 
-    def _register(self, make: Callable[[int], Message], *tail: bytes | memoryview) -> tuple[int, bytes]:
+        LLMException: the connection is lost, or (LLM_LINK_BUSY) too many names are waited for.
+        """
+        self._check()
+        waiting = self._watches.get(name)
+        if waiting is None:
+            if len(self._watches) >= WATCHES_LIMIT:
+                reason = f"{WATCHES_LIMIT} names are waited for on the link already"
+                raise LLMException(reason, status_code=LLMStatusCode.LLM_LINK_BUSY, retry_safe=True)
+            request_id, data = self._register(watch, kind=frames.Watch)
+            waiting = self._watches[name] = _Waiting(request_id)
+            self._names[request_id] = name
+            self.channel.post(data)
+        appeared: asyncio.Future[None] = self._loop.create_future()
+        waiting.futures.add(appeared)
+        try:
+            await appeared
+        finally:
+            waiting.futures.discard(appeared)
+            if not waiting.futures and self._names.pop(waiting.request_id, None) is not None:
+                del self._watches[name]
+                self.give_up(waiting.request_id, tell=True)
+
+    def _register(
+        self, make: Callable[[int], Asking], *tail: bytes | memoryview, kind: type[Asking] = frames.Request
+    ) -> tuple[int, bytes]:
         self._check()
         if self.channel.ready:
             self._recall()
         else:  # what was said before must not be taken back with this
             self._say()
-        request_id = self.session.new_request()
+        request_id = self.session.new_request(kind)
         try:
             self.session.send(make(request_id), *tail)
         except FrameError as error:
@@ -116,8 +147,8 @@ class Lane(Greeting):
     def give_up(self, request_id: int, *, tell: bool) -> None:
         """The request is over here; with `tell`, the peer must stop working on it."""
         self.session.end_request(request_id)
-        for table in (self._answers, self._offers, self._watches):
-            table.pop(request_id, None)
+        self._answers.pop(request_id, None)
+        self._offers.pop(request_id, None)
         if tell:
             self.post(frames.Cancel(request_id))
 
@@ -296,7 +327,9 @@ class Lane(Greeting):
         elif isinstance(message, (frames.Accept, frames.Result)):
             self._deliver_to_offer(message)
         elif isinstance(message, frames.Appeared):
-            resolve(self._watches.pop(message.request_id, None))
+            waiting = self._watches.pop(self._names.pop(message.request_id, None), None)
+            for appeared in () if waiting is None else waiting.futures:
+                resolve(appeared)
         elif isinstance(message, frames.Pong):
             resolve(self._pongs.get(message.number))
         elif isinstance(message, frames.Checked):
@@ -315,7 +348,7 @@ class Lane(Greeting):
             accepted()
         else:
             del self._offers[message.request_id]
-            result.set_result(message)
+            result.hand(message)
 
     def _refusal(self, message: frames.Refuse) -> LLMException:
         status = status_of(message.status)
@@ -350,9 +383,10 @@ class Lane(Greeting):
         if self._beat is not None:
             self._beat.cancel()
         offers = [result for _, result in self._offers.values()]
-        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *offers, *self._watches.values()]
+        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *offers]
         waiting += [*self._pongs.values(), *self._checks.values()]
-        for table in (self._answers, self._offers, self._watches):
+        waiting += [appeared for watch in self._watches.values() for appeared in watch.futures]
+        for table in (self._answers, self._offers, self._watches, self._names):
             table.clear()
         for future in waiting:
             if not future.done():

@@ -9,11 +9,10 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import OrderedDict
 from functools import partial
 from typing import Final
 
-from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._deadline import Deadline, absorb, finish
 from kvpull_async._workers import Workers
 from kvpull_async.dialling import dial
 from kvpull_async.fifo import Fifo
@@ -23,6 +22,7 @@ from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
 from kvpull_async.protocol.session import Peer
+from kvpull_async.receipts import Receipts
 from kvpull_async.registry import Entry
 from kvpull_async.standing import Standings
 from kvpull_async.status import LLMException, LLMStatusCode, fresh
@@ -37,7 +37,6 @@ _RETURNS: Final = 5.0
 """Seconds after a loss within which the side that dialled is the one to bring the link back."""
 _INCOMING_KEPT: Final = 30.0
 """Seconds that a link which the peer dialled waits for that peer to come back."""
-_UNHEARD: Final = 4096  # more DONEs than this the source does not remember either
 
 
 class Link:
@@ -61,14 +60,15 @@ class Link:
         self._lanes: dict[int, Lane] = {}
         self._paths: dict[int, DataPath] = {}
         self._server: Server | None = None
-        self._unacknowledged: OrderedDict[bytes, frames.Done] = OrderedDict()
-        self._flushed: set[asyncio.Future[None]] = set()
+        self._unacknowledged = Receipts()
+        self._finalized = False
+        """Whether the peer has said that it ends, and may be found again at its address."""
         self._bye: asyncio.Future[None] | None = None
         self.standing: Standings = Standings(lambda reads: self._lanes[self._own_lane].post(reads))  # noqa: PLW0108  (come later)
         self._watchers: set[asyncio.Future[LLMException | None]] = set()
         self._poke = asyncio.Event()
         self._reconnecting: asyncio.Task[None] | None = None
-        self._lost_at = 0.0
+        self.lost_at: float = 0.0  # by `time.monotonic`
         self._losses = 0
         self._reborn_after = (0, LLMException())
         self._trouble: LLMException | None = None
@@ -144,16 +144,14 @@ class Link:
                 raise fresh(self._closed_with)
             self._poke.set()
             trouble = await self._watch(deadline)
-            away = time.monotonic() - self._lost_at
+            away = time.monotonic() - self.lost_at
             if trouble is not None and away * 1000 > self._context.settings.reconnect_grace_ms:
                 raise fresh(trouble)
         return self._lanes[self._own_lane]
 
     def tell_done(self, done: frames.Done) -> None:
         """Tell the source that a grant has landed, until it acknowledges or turns out to be another incarnation."""
-        self._unacknowledged[done.grant_id] = done
-        if len(self._unacknowledged) > _UNHEARD:
-            self._unacknowledged.popitem(last=False)
+        self._unacknowledged.add(done)
         if self.state is LinkState.READY:
             self._lanes[self._own_lane].mention(done)
 
@@ -192,21 +190,17 @@ class Link:
         lanes[self._own_lane].start(self._receive)
         for lane in lanes.values():
             lane.lost.add_done_callback(partial(self._lane_lost, lane))
-        self.state, self._trouble = LinkState.READY, None
+        self.state, self._trouble, self._finalized = LinkState.READY, None, False
         self._context.counters.add("links_up")
         dialled, path = self.address is not None, self.path.name
         self._log.info("link.up", peer=self.peer_name, path=path, why=connection.why, dialled=dialled)
-        for done in self._unacknowledged.values():
+        for done in self._unacknowledged:
             lanes[self._own_lane].post(done)
         self._notify(None)
 
     def _reborn(self) -> None:
         """The peer is another process now: pulls from before it was lost fail, and what was promised to it is void."""
-        error = LLMException(
-            f"the peer {self.peer_name} was restarted (another incarnation); what it held is gone",
-            status_code=LLMStatusCode.LLM_LINK_FAILED,
-            retry_safe=True,
-        )
+        error = _gone(f"the peer {self.peer_name} was restarted (another incarnation); what it held is gone")
         self._context.counters.add("incarnation_changes")
         self._log.warning("link.incarnation_changed", peer=self.peer_name)
         self._unacknowledged.clear()
@@ -216,11 +210,7 @@ class Link:
 
     def _receive(self, message: Message, tail: bytes) -> None:
         if isinstance(message, frames.DoneAck):
-            self._unacknowledged.pop(message.grant_id, None)
-            if not self._unacknowledged:
-                for flushed in self._flushed:
-                    if not flushed.done():
-                        flushed.set_result(None)
+            self._unacknowledged.acknowledged(message.grant_id)
         elif isinstance(message, frames.ByeAck) and self._bye is not None and not self._bye.done():
             self._bye.set_result(None)
             self.state = LinkState.CLOSED  # the peer hangs up now, which is no loss
@@ -232,19 +222,23 @@ class Link:
         if answering or self.state is not LinkState.READY or lane not in self._lanes.values():
             return
         self.state = LinkState.POISONED
-        self._lost_at = time.monotonic()
+        self.lost_at = time.monotonic()
         self._losses += 1
         self._trouble = error = lost.result()
-        self._context.counters.add("links_lost")
-        self._log.warning("link.lost", peer=self.peer_name, reason=str(error))
+        if self._finalized:
+            self._trouble = _gone(f"the peer {self.peer_name} was finalized; the link comes back when it does")
+            self._log.info("link.away", peer=self.peer_name, reason="the peer was finalized")
+        else:
+            self._context.counters.add("links_lost")
+            self._log.warning("link.lost", peer=self.peer_name, reason=str(error))
         self._break()
         if self.address is not None:
             self._reconnecting = asyncio.get_running_loop().create_task(self._reconnect(), name="kvpull-reconnect")
         else:
-            asyncio.get_running_loop().call_later(_INCOMING_KEPT, self._not_back, self._lost_at)
+            asyncio.get_running_loop().call_later(_INCOMING_KEPT, self._not_back, self.lost_at)
 
     def _not_back(self, lost_at: float) -> None:
-        if self.state is LinkState.POISONED and self._lost_at == lost_at:
+        if self.state is LinkState.POISONED and self.lost_at == lost_at:
             self.refuse(LLMException(f"the peer is gone{self.trouble}", status_code=LLMStatusCode.LLM_NOT_YET_LINK))
             self._context.gone(self)
 
@@ -292,11 +286,7 @@ class Link:
             return watcher.result()
         if deadline.expired:
             raise asyncio.TimeoutError
-        return LLMException(
-            f"the peer {self.peer_name}, which dialled this link, is gone{self.trouble}",
-            status_code=LLMStatusCode.LLM_LINK_FAILED,
-            retry_safe=True,
-        )
+        return _gone(f"the peer {self.peer_name}, which dialled this link, is gone{self.trouble}")
 
     def _notify(self, trouble: LLMException | None) -> None:
         for watcher in self._watchers:
@@ -334,22 +324,20 @@ class Link:
     async def flush(self, deadline: Deadline) -> bool:
         """Wait, bounded, until the peer has acknowledged every DONE."""
         self.standing.report()
-        if not self._unacknowledged or self.state is not LinkState.READY:
+        if self.state is not LinkState.READY:
             return not self._unacknowledged
-        flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._flushed.add(flushed)
-        try:
-            lane = self._lanes[self._own_lane]
-            await first(flushed, lane.lost, timeout=deadline.remaining)
-            return flushed.done()
-        finally:
-            self._flushed.discard(flushed)
+        return await self._unacknowledged.settled(self._lanes[self._own_lane].lost, timeout=deadline.remaining)
 
     def refuse(self, error: LLMException) -> None:
         """Accept no pull from now on; those that wait end with `error`."""
         if self._closed_with is None:
             self._closed_with = error
             self._fifo.fail_waiters(error)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it accepts no pull any more, though it may be there still."""
+        return self._closed_with is not None
 
     def reopen(self) -> None:
         """Take back `refuse`: the goodbye failed and the link stays."""
@@ -359,19 +347,21 @@ class Link:
         if self.state is LinkState.POISONED and self._reconnecting is not None and self._reconnecting.done():
             self._reconnecting = asyncio.get_running_loop().create_task(self._reconnect(), name="kvpull-reconnect")
 
-    def wave(self) -> None:
-        """Tell the peer, without waiting, that this end goes: else the side that dialled would only dial again."""
+    def wave(self, *, returns: bool = False) -> None:
+        """Tell the peer, without waiting, that this end goes: else the side that dialled would only dial again. With
+        `returns` it may, since this end may be back at its address.
+        """
         if self.state is LinkState.READY:
-            self._lanes[self._own_lane].post(frames.Bye())
+            self._lanes[self._own_lane].post(frames.Bye(returns))
 
     def returns(self) -> bool:
         """Whether it is there, or about to be back, now in a hurry: lost just now, and the peer did not refuse."""
         self._poke.set()
         refused = self._trouble is not None and self._trouble.status_code == LLMStatusCode.LLM_ALREADY_LINK
-        return self.state is LinkState.READY or (not refused and time.monotonic() - self._lost_at < _RETURNS)
+        return self.state is LinkState.READY or (not refused and time.monotonic() - self.lost_at < _RETURNS)
 
     async def close(self, error: LLMException, deadline: Deadline) -> None:
-        """End the link and everything on it, and wait, bounded, until no thread or task of it is left."""
+        """End it and what is on it, to the last thread and task, within the deadline; then raise a cancellation."""
         self.refuse(error)
         tasks = [task for lane in self._lanes.values() for task in lane.tasks]
         if self._active is not None:
@@ -380,6 +370,9 @@ class Link:
             self._reconnecting.cancel()
             tasks.append(self._reconnecting)
         self._notify(error)
+        await finish(self._close(tasks, error, deadline), deadline)
+
+    async def _close(self, tasks: list[asyncio.Task[None]], error: LLMException, deadline: Deadline) -> None:
         await self.drain(deadline.sooner(self.settle_timeout))
         self.state = LinkState.CLOSED
         self._break()
@@ -388,8 +381,11 @@ class Link:
         for path in self._paths.values():
             await path.aclose(deadline)
 
-    def _peer_left(self) -> None:
-        """The peer said goodbye: drop this end too, without waiting for a pull that runs."""
+    def _peer_left(self, returns: bool) -> None:
+        """The peer said goodbye: drop this end too, without waiting for a pull that runs; unless it will be back."""
+        if returns and self.address is not None:
+            self._finalized = True
+            return
         error = LLMException(
             f"the peer {self.peer_name} has unlinked", status_code=LLMStatusCode.LLM_NOT_YET_LINK, retry_safe=True
         )
@@ -398,3 +394,7 @@ class Link:
 
     def __repr__(self) -> str:
         return f"<Link cluster={self.cluster_id} {self.peer_name} {self.state.value} {self._fifo!r}>"
+
+
+def _gone(reason: str) -> LLMException:
+    return LLMException(reason, status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)

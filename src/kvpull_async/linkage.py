@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
 from kvpull_async.config import Settings
 from kvpull_async.lane import Lane
+from kvpull_async.memory.base import no_memory
 from kvpull_async.observe import Counters, Log
 from kvpull_async.protocol.frames import Message
 from kvpull_async.protocol.session import Identity, Peer, Session
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, fresh
 from kvpull_async.transport.base import Address, ControlChannel, DataPath, PathKind, PathSeed, Transport
 
-__all__ = ["Connection", "LinkContext", "LinkState", "Route", "Server", "broken", "connect_error", "first", "text"]
+__all__ = [
+    "Connection", "LinkContext", "LinkState", "Route", "Server", "broken", "connect_error", "first", "lost_with",
+    "text",
+]  # fmt: skip
+
+_NOTICE: Final = 0.5
+"""Seconds within which the loss of a whole connection shows, once a part of it has broken."""
 
 
 class LinkState(enum.Enum):
@@ -81,7 +88,7 @@ class LinkContext:
     workers: Workers
     direct_memory: bool
     routes: tuple[Route, ...]
-    serve: Callable[[Lane, DataPath, Peer, Callable[[], None]], Server]
+    serve: Callable[[Lane, DataPath, Peer, Callable[[bool], None]], Server]
     gone: Callable[[Any], None]
     elsewhere: tuple[Address, ...] = ()
     """Further addresses at which the peer of a link may be found: whoever dials tries them in turn."""
@@ -146,15 +153,29 @@ def connect_error(error: BaseException, where: str) -> LLMException:
     return known
 
 
-def broken(error: OSError, lane: Lane | None, peer: str) -> LLMException:
-    """Why a transfer from the peer broke: with its connection, if that is lost."""
+def broken(error: OSError, lane: Lane | None, peer: str, *, push: bool = False) -> LLMException:
+    """Why a transfer from the peer, or a push to it, broke: for want of memory here, or with its connection if that is
+    lost.
+    """
+    unreachable = no_memory(error, "source" if push else "destination", reading=push)
+    if unreachable is not None:
+        return unreachable
     if lane is not None and lane.lost.done():
         return fresh(lane.lost.result())
-    if error.errno == errno.EFAULT:
-        reason = f"the destination's memory cannot be written, is the address it was registered with right? ({error})"
-        return LLMException(reason, status_code=LLMStatusCode.LLM_PARAM_INVALID)
-    reason = f"the transfer from {peer} broke: {error}"
+    reason = f"the transfer {'to' if push else 'from'} {peer} broke: {error}"
     return LLMException(reason, status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)
+
+
+async def lost_with(lane: Lane, deadline: Deadline) -> bool:
+    """After a part of a connection has broken: whether all of it is lost, which shows before long. Then its link knows
+    it, too, and can be asked for a new one.
+    """
+    if not lane.lost.done():
+        await asyncio.wait([lane.lost], timeout=deadline.sooner(_NOTICE).remaining)
+    if not lane.lost.done():
+        return False
+    await asyncio.sleep(0)  # the link hears of it now
+    return True
 
 
 async def first(

@@ -1,21 +1,26 @@
-"""What links are asked for, and who uses them: targets, codes, doors, users. It must not make or end a link."""
+"""What links are asked for and what is answered, who uses them, and who waits for them: targets, codes, answers, doors,
+users, changes. It must not make or end a link.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import anyio
 
+from kvpull_async._deadline import Deadline
 from kvpull_async.halves import Refusal
 from kvpull_async.link import Link
 from kvpull_async.linkage import LinkState
+from kvpull_async.observe import Counters, Log
 from kvpull_async.protocol.session import Peer
 from kvpull_async.status import LLMStatusCode
 from kvpull_async.transport.base import Address
 
-__all__ = ["ORDINARY", "Codes", "Door", "Target", "Users", "each"]
+__all__ = ["ORDINARY", "Answers", "Changes", "Codes", "Door", "Target", "Users", "each"]
 
 ORDINARY: Final = 0
 """The user of a link that `link_clusters` made, on whichever side. Comms are users by their ids, which begin at 1."""
@@ -42,6 +47,40 @@ class Target:
 
     def __str__(self) -> str:
         return "no address" if self.address is None else f"{self.address[0]}:{self.address[1]}"
+
+
+class Answers:
+    """Tells the log and the counters what a caller is answered for a cluster, when it is not plain success."""
+
+    def __init__(self, log: Log, counters: Counters) -> None:
+        self._log = log
+        self._counters = counters
+        self.reasons: dict[int, str] = {}
+        """Of the last such answer for each cluster."""
+
+    def failed(self, target: Target, reason: str, status: LLMStatusCode) -> LLMStatusCode:
+        """It could not be linked."""
+        self._counters.add("links_failed")
+        log = self._noted(target, reason, status)
+        log.warning("link.failed")
+        return status
+
+    def already(self, target: Target, reason: str, status: LLMStatusCode) -> LLMStatusCode:
+        """It is linked, or about to be, without this call."""
+        log = self._noted(target, reason, status)
+        log.info("link.already")
+        return status
+
+    def stayed(self, target: Target, reason: str, status: LLMStatusCode) -> LLMStatusCode:
+        """It could not be unlinked."""
+        self._counters.add("unlinks_failed")
+        log = self._noted(target, reason, status)
+        log.warning("link.unlink_failed")
+        return status
+
+    def _noted(self, target: Target, reason: str, status: LLMStatusCode) -> Log:
+        self.reasons[target.cluster_id] = reason
+        return self._log.bind(cluster_id=target.cluster_id, peer=str(target), status=status.name, reason=reason)
 
 
 class Door(Protocol):
@@ -85,6 +124,29 @@ class Users:
 
     def __repr__(self) -> str:
         return f"<Users links={len(self._of)}>"
+
+
+class Changes:
+    """Wakes those who wait for a link to come or to go, or to stay after all."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    async def next(self, deadline: Deadline) -> None:
+        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(change)
+        try:
+            await asyncio.wait([change], timeout=deadline.remaining)
+        finally:
+            self._waiting.discard(change)
+
+    def tell(self) -> None:
+        for change in self._waiting:
+            if not change.done():
+                change.set_result(None)
+
+    def __repr__(self) -> str:
+        return f"<Changes waiting={len(self._waiting)}>"
 
 
 async def each(targets: list[Target], one: Callable[[Target], Awaitable[LLMStatusCode]]) -> list[LLMStatusCode]:

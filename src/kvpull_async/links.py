@@ -19,7 +19,7 @@ from kvpull_async.halves import Halves, Refusal
 from kvpull_async.lane import Lane
 from kvpull_async.link import Link
 from kvpull_async.linkage import Connection, LinkContext, LinkState, Route, connect_error
-from kvpull_async.linked import ORDINARY, Codes, Door, Target, Users, each
+from kvpull_async.linked import ORDINARY, Answers, Changes, Codes, Door, Target, Users, each
 from kvpull_async.offers import PeerRecord
 from kvpull_async.protocol.session import Peer
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
@@ -41,12 +41,12 @@ class Links:
         self._incoming: dict[bytes, Link] = {}
         self._halves = Halves(context)
         self._records: OrderedDict[bytes, PeerRecord] = OrderedDict()
-        self._arrivals: set[asyncio.Future[None]] = set()
+        self._changes = Changes()
         self._closings: set[asyncio.Task[None]] = set()
         self.users: Users = Users()
         self._closed = False
-        self.reasons: dict[int, str] = {}
-        """Why the last attempt to link or unlink a cluster failed."""
+        self._answers = Answers(context.log, context.counters)
+        self.reasons: dict[int, str] = self._answers.reasons
         self.forgotten: Callable[[Link, set[int]], None] = lambda *_: None
         """Called with a link that is not one of these any more, and its users; in state READY it was taken leave of."""
 
@@ -85,22 +85,31 @@ class Links:
     async def _link(self, target: Target, deadline: Deadline) -> LLMStatusCode:
         cluster_id = target.cluster_id
         if target.address is None:
-            return self._failed(target, "needs exactly one remote ip", LLMStatusCode.LLM_PARAM_INVALID)
+            return self._answers.failed(target, "needs exactly one remote ip", LLMStatusCode.LLM_PARAM_INVALID)
+        held = await self._staying(cluster_id, deadline)
         if cluster_id in self._dialling:
-            return self._failed(target, "is being linked already", self._codes.repeated)
-        held = self.find(cluster_id)
+            return self._answers.already(target, "is being linked already", self._codes.repeated)
+        if held is not None and held.leaving:
+            code = LLMStatusCode.LLM_ENGINE_FINALIZED if self._closed else self._codes.timeout
+            return self._answers.failed(target, "is being unlinked", code)
         if held is not None and held.address not in (None, target.address) and held.state is not LinkState.READY:
             self.end(held, f"the cluster is to be found at {target!s} now")
         elif held is not None and (held.address is not None or held.state is LinkState.READY):
             return await self._again(target, held, deadline)
         if len(self.all()) >= self._context.settings.max_links:
             limit = f"would exceed {self._context.settings.max_links} links"
-            return self._failed(target, limit, LLMStatusCode.LLM_LINK_FAILED)
+            return self._answers.failed(target, limit, LLMStatusCode.LLM_LINK_FAILED)
         with self.only(cluster_id):
             status = await self._dial(target, deadline)
         if status is LLMStatusCode.LLM_SUCCESS and (found := self.find(cluster_id)) is not None:
             self.users.add(found, ORDINARY)
         return status
+
+    async def _staying(self, cluster_id: int, deadline: Deadline) -> Link | None:
+        """As `find`, but a link that is being unlinked is waited for: to be forgotten, or used on after all."""
+        while (held := self.find(cluster_id)) is not None and held.leaving and not (self._closed or deadline.expired):
+            await self._changes.next(deadline)
+        return held
 
     @contextlib.contextmanager
     def only(self, cluster_id: int) -> Iterator[bool]:
@@ -119,13 +128,15 @@ class Links:
             async with deadline.scope():
                 await held.ready(deadline)
         except (LLMException, OSError, asyncio.TimeoutError) as raised:
+            if held.leaving:  # unlinked meanwhile: there is no link any more, or soon
+                return await self._link(target, deadline)
             error = connect_error(raised, str(target))
-            return self._failed(target, f"is linked, and its connection is lost: {error}", self._code_of(error))
+            return self._answers.failed(target, f"is linked, and its connection is lost: {error}", self._code_of(error))
         self.users.add(held, ORDINARY)
         status = LLMStatusCode.LLM_ALREADY_LINK if held.address else self._codes.linked_by_peer
         if status is LLMStatusCode.LLM_SUCCESS:
             return status
-        return self._failed(target, f"is linked already, to {held.peer_name}", status)
+        return self._answers.already(target, f"is linked already, to {held.peer_name}", status)
 
     async def _dial(self, target: Target, deadline: Deadline) -> LLMStatusCode:
         link = Link(self._context, target.cluster_id, target.address)
@@ -141,7 +152,7 @@ class Links:
                 return LLMStatusCode.LLM_SUCCESS
             tries -= not superseded
             if not tries or deadline.expired:
-                return self._failed(target, str(error), self._code_of(error))
+                return self._answers.failed(target, str(error), self._code_of(error))
             await asyncio.sleep(min(_RETRY_PAUSE, deadline.remaining))
         return await self.take(link)
 
@@ -173,23 +184,10 @@ class Links:
                 return True
             if deadline.expired:
                 return False
-            arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._arrivals.add(arrival)
-            try:
-                await asyncio.wait([arrival], timeout=deadline.remaining)
-            finally:
-                self._arrivals.discard(arrival)
+            await self._changes.next(deadline)
 
     def _code_of(self, error: LLMException) -> LLMStatusCode:
         return self._codes.timeout if isinstance(error, LLMTimeoutError) else LLMStatusCode(error.status_code)
-
-    def _failed(self, target: Target, reason: str, status: LLMStatusCode) -> LLMStatusCode:
-        self.reasons[target.cluster_id] = reason
-        self._context.counters.add("links_failed")
-        self._context.log.warning(
-            "link.failed", cluster_id=target.cluster_id, peer=str(target), status=status.name, reason=reason
-        )
-        return status
 
     # -- accepting --------------------------------------------------------------------------------------------------
 
@@ -237,7 +235,7 @@ class Links:
             return LLMStatusCode.LLM_LINK_FAILED, "no group meets at this port"
         ours = self._dialled.get(peer.cluster_id)
         known = [self._incoming.get(peer.incarnation), ours if ours is not None and self._same(ours, peer) else None]
-        ready = [link for link in known if link is not None and link.state is LinkState.READY]
+        ready = [link for link in known if link is not None and link.state is LinkState.READY and not link.leaving]
         return door.refusal(peer, ready[0] if ready else None)
 
     def _refusal(self, peer: Peer) -> Refusal | None:
@@ -265,11 +263,8 @@ class Links:
     def _install(self, connection: Connection, door: Door | None) -> None:
         peer = connection.peer
         for incarnation, old in list(self._incoming.items()):
-            if (
-                old.cluster_id == peer.cluster_id
-                and incarnation != peer.incarnation
-                and old.state is not LinkState.READY
-            ):
+            other = old.cluster_id == peer.cluster_id and incarnation != peer.incarnation
+            if other and old.state is not LinkState.READY:
                 self.end(old, "the peer was restarted")  # a restarted peer replaces its dead link
         link = self._incoming.get(peer.incarnation)
         if link is None:
@@ -283,9 +278,7 @@ class Links:
             self.users.add(link, ORDINARY)
         else:
             door.entered(link)
-        for arrival in self._arrivals:
-            if not arrival.done():
-                arrival.set_result(None)
+        self._changes.tell()
 
     # -- ending -----------------------------------------------------------------------------------------------------
 
@@ -296,9 +289,8 @@ class Links:
         link = self.find(target.cluster_id)
         if link is None:
             return self._codes.unknown_unlink
-        error = LLMException(
-            f"cluster {target.cluster_id} was unlinked", status_code=LLMStatusCode.LLM_NOT_YET_LINK, retry_safe=True
-        )
+        why = f"cluster {target.cluster_id} was unlinked"
+        error = LLMException(why, status_code=LLMStatusCode.LLM_NOT_YET_LINK, retry_safe=True)
         link.refuse(error)
         if force:
             await link.drain(deadline.sooner(self._context.settings.settle_timeout_ms / 1000))
@@ -311,7 +303,7 @@ class Links:
                     known = connect_error(raised, str(target))
                     timed_out = isinstance(known, LLMTimeoutError)
                     status = self._codes.timeout if timed_out else self._codes.unreachable_unlink
-                    return self._failed(target, f"could not be told to unlink: {known}", status)
+                    return self._answers.stayed(target, f"could not be told to unlink: {known}", status)
             except BaseException:
                 if not self._stays(link):
                     self.end(link, "this side has unlinked")
@@ -325,6 +317,7 @@ class Links:
         if self._closed or link.state is LinkState.CLOSED:
             return False
         link.reopen()
+        self._changes.tell()
         return True
 
     def forget(self, link: Link) -> None:
@@ -335,6 +328,7 @@ class Links:
         users = self.users.of(link)
         self.users.forget(link)
         self.forgotten(link, users)
+        self._changes.tell()
 
     def gone(self, link: Link) -> None:
         """The link ended from the peer's side, or was given up."""
@@ -353,22 +347,21 @@ class Links:
         self._closed = True
         for link in self.all():
             link.refuse(_finalized())
+        self._changes.tell()
 
     async def close(self, deadline: Deadline) -> None:
         """Finalize: end every link, after its acknowledgements had a bounded chance to be heard."""
         self.refuse()
         self._halves.drop_all("this engine is being finalized")
-        links = self.all()
         loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(self._close(link, deadline), name="kvpull-close-link") for link in links]
+        tasks = [loop.create_task(self._close(link, deadline), name="kvpull-close-link") for link in self.all()]
         await absorb([*tasks, *self._closings], deadline)
         self._dialled.clear()
         self._incoming.clear()
 
     async def _close(self, link: Link, deadline: Deadline) -> None:
         await link.flush(deadline.sooner(0.5))
-        if link.address is not None:  # one that dials again by itself is left to find this node when it is back
-            link.wave()
+        link.wave(returns=link.address is None)  # who dials again by itself is left to find this node when it is back
         await link.close(_finalized(), deadline)
 
     def __repr__(self) -> str:

@@ -16,18 +16,20 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
 
 import structlog
 
-__all__ = ["Counters", "EventQueue", "Log", "Report", "console", "emit", "json_lines", "new_pull_id"]
+__all__ = ["Counters", "EventQueue", "Log", "Report", "console", "emit", "json_lines", "key_text", "new_pull_id"]
 
 _LOGGER: Final = logging.getLogger("kvpull")
 _LOGGER.addHandler(logging.NullHandler())
 _QUEUE_LIMIT: Final = 4096
 _LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_KNOWN_LATER: Final = ("peer", "path", "bytes", "elapsed_ms")
+"""Fields of a call that its first event cannot have."""
 _complained = threading.Event()
 
 
@@ -176,6 +178,11 @@ class Report:
     cancelled_late: bool = False
     ended: float | None = None
     """Set where the caller hears of the end later than it came, at a time of its own choosing."""
+    local_cluster_id: int = 0
+    key: Callable[[], str] = str
+    """Says what is pulled, or where a push goes; asked only when there is an event to write."""
+    part_of: Mapping[str, Any] | None = None
+    """Further fields: what this is a part of."""
     _phase: str = ""
     _entered: float = 0.0
 
@@ -184,7 +191,7 @@ class Report:
         return ((time.monotonic() if self.ended is None else self.ended) - self.started) * 1000
 
     def enter(self, phase: str) -> None:
-        """From now on the time counts for this phase: queue, connect, request, copy or settle."""
+        """From now on the time counts for this phase: queue, connect, request, copy, settle or wait."""
         now = time.monotonic()
         if self._phase:
             self.phases[self._phase] = self.phases.get(self._phase, 0.0) + (now - self._entered) * 1000
@@ -199,7 +206,10 @@ class Report:
         fields: dict[str, Any] = {
             "operation": self.operation,
             "pull_id": self.pull_id,
+            "local_cluster_id": self.local_cluster_id,
             "cluster_id": self.cluster_id,
+            "key": self.key(),
+            **(self.part_of or {}),
             "peer": self.peer,
             "path": self.path,
             "bytes": self.bytes,
@@ -215,7 +225,7 @@ class Report:
     def started_event(self) -> None:
         if structlog.is_configured() or _LOGGER.isEnabledFor(logging.DEBUG):
             fields = self.fields()
-            known = {key: fields[key] for key in fields if key not in ("bytes", "elapsed_ms")}
+            known = {key: fields[key] for key in fields if key not in _KNOWN_LATER}
             emit("debug", "push.started" if self.push else "pull.started", known)
 
     def finished_event(self) -> None:
@@ -239,6 +249,13 @@ class Report:
         if getattr(error, "destination_unsafe", False):
             fields["destination_unsafe"] = True
         return fields
+
+
+def key_text(kind: str, number: int, model: int = 0, entry: int = 0) -> str:
+    """A key as events name it: its kind, number, model and, unless it is 0, batch entry; of an address only that."""
+    if kind == "address":
+        return f"{kind}:{number:#x}"
+    return f"{kind}:{number}:{model}" + (f":{entry}" if entry else "")
 
 
 def new_pull_id() -> str:

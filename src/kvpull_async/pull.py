@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._prompt import Prompt, by_hand
 from kvpull_async._workers import Job
+from kvpull_async.linkage import lost_with
 from kvpull_async.memory.base import FEW_ROWS, Batches, Span, copy_batches, lend_bytes
 from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
@@ -31,8 +32,6 @@ __all__ = ["Pull", "Wanted"]
 
 _TINY: Final = 128 * 1024
 """Most bytes copied with the interpreter lock held: giving it up would take longer."""
-_NOTICE: Final = 0.5
-"""Seconds within which the loss of a whole connection shows, once a part of it has broken."""
 
 
 @dataclass(slots=True)
@@ -60,6 +59,8 @@ class Wanted:
 
 class Pull(Turn):
     """A turn on the link whose entry is the destination."""
+
+    writes = True
 
     def __init__(self, link: Link, wanted: Wanted) -> None:
         super().__init__(link, wanted.entry, wanted.deadline, wanted.report)
@@ -208,12 +209,12 @@ class Pull(Turn):
                 if self._wanted.at_most > link.inline_limit:
                     await path.ready(deadline)
             except OSError:
-                await asyncio.wait([lane.lost], timeout=deadline.sooner(_NOTICE).remaining)
-                if not lane.lost.done():
+                if not await lost_with(lane, deadline):
                     raise
-            if not lane.lost.done():
-                return lane, path
-            await asyncio.sleep(0)  # the link hears of it now
+            else:
+                if not lane.lost.done():
+                    return lane, path
+                await lost_with(lane, deadline)
 
     async def _land(self, landing: Batches, payload: bytes, nbytes: int, *, rows: int) -> None:
         if len(payload) != nbytes or nbytes > self._link.inline_limit:

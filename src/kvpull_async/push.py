@@ -7,6 +7,7 @@ with `destination_unsafe`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async._deadline import Deadline, absorb
-from kvpull_async._prompt import by_hand
-from kvpull_async._workers import Workers
+from kvpull_async._prompt import Prompt, by_hand
+from kvpull_async.gathering import gathered, join
 from kvpull_async.held import Entry
-from kvpull_async.linkage import broken
+from kvpull_async.linkage import lost_with
 from kvpull_async.memory.base import FEW_ROWS, Batches, Span, planned
 from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Outgoing", "Push"]
 
-_NOTICE: Final = 0.5
-"""Seconds within which the loss of a whole connection shows, once a part of it has broken."""
+_SMALL: Final = 128 * 1024
+"""Most bytes that are read before others on the loop have their turns."""
 _TIMEOUTS: Final = (LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
 
 
@@ -68,6 +69,8 @@ class Push(Turn):
         self._path: DataPath | None = None
         self._request_id: int | None = None
         self._result: asyncio.Future[frames.Result] | None = None
+        self._heard: Prompt[None] | None = None
+        """Ends with the result, or before it when nobody waits for that any more."""
         self._transfer: Transfer | None = None
         self._on_accept = False
         """Whether the bytes go once the receiver says that it is ready for them."""
@@ -77,18 +80,20 @@ class Push(Turn):
         unsafe = False
         timer = loop.call_at(self._deadline.at, self._interrupt)
         try:
-            self._report.enter("queue")
-            self._holds_slot = self._link.enter_now(self)  # before it has a task: a later pull may need none
-            await by_hand(None)
+            self._start()
+            await by_hand(self._heard)
             self._task = asyncio.current_task(loop)
             if self._stop is not None or self._expired:  # meanwhile
                 raise asyncio.CancelledError
             await self._steps()
         except BaseException as error:
             timer.cancel()
+            if self._result is not None and not self._result.done() and asyncio.current_task(loop) is None:
+                await by_hand(None)  # what follows needs a task
             unsafe = await self._clean_up()
             if self._wished(error):
                 raise
+            error = self._nearest(error)
             raise self._explain(error, unsafe) from cause_of(error)
         finally:
             timer.cancel()
@@ -97,37 +102,54 @@ class Push(Turn):
             self._keep()
             self._leave()
 
+    def _cancel(self) -> None:
+        super()._cancel()
+        if self._task is None and self._heard is not None:
+            self._heard.cancel()
+
+    def _start(self) -> None:
+        """As far as it gets without waiting: a small push on an idle link up to its offer."""
+        link, outgoing = self._link, self._outgoing
+        self._report.enter("queue")
+        self._holds_slot = link.enter_now(self)
+        if not self._holds_slot:
+            return
+        self._claim_memory()
+        lane = link.ready_now() if outgoing.nbytes <= min(link.inline_limit, _SMALL) and self._brief else None
+        if lane is not None:
+            self._report.enter("connect")
+            self._use(lane, link.path)
+            self._request_id, data = self._register(lane, join(self._lend()), inline=True)
+            lane.channel.post(data)
+
     async def _steps(self) -> None:
         link, report = self._link, self._report
         if not self._holds_slot:
             await link.enter(self)
             self._holds_slot = True
-        self._claim_memory()
-        report.enter("connect")
-        while not await self._offered():
+            self._claim_memory()
+        while self._request_id is None and not await self._offered():
             pass
         report.enter("copy")
         assert self._result is not None
-        await asyncio.wait([self._result])  # a wait that is cancelled leaves the future to who waits on
+        assert self._heard is not None
+        await self._heard  # when that is cancelled the result is still to come
         _check(self._result.result())
         self._committed = True
         report.bytes = self._outgoing.nbytes
 
     async def _offered(self) -> bool:
         """False when the connection was lost before anything was said: it has to be made anew."""
-        link, report = self._link, self._report
-        lane = await link.ready(self._deadline)
-        self._lane, self._path = lane, link.path
-        report.peer, report.path = link.peer_name, link.path.name
+        self._report.enter("connect")
+        lane = await self._link.ready(self._deadline)
+        path = self._use(lane, self._link.path)
         try:
-            await self._offer(lane, self._path)
+            await self._offer(lane, path)
         except OSError:
             if self._request_id is not None or self._transfer is not None:
                 raise
-            await asyncio.wait([lane.lost], timeout=self._deadline.sooner(_NOTICE).remaining)
-            if not lane.lost.done():
+            if not await lost_with(lane, self._deadline):
                 raise
-            await asyncio.sleep(0)  # the link hears of it now
             return False
         return True
 
@@ -137,7 +159,7 @@ class Push(Turn):
         payload, ticket, begun = b"", None, False
         inline = outgoing.nbytes <= self._link.inline_limit
         if inline:
-            payload = await self._gather(self._link.workers)
+            payload = await gathered(self._lend(), outgoing.entry, self._link.workers, here=self._brief)
         else:
             ticket = path.describe(self._grant_id, Span(outgoing.entry.regions, outgoing.rows))
             if ticket is None:
@@ -148,16 +170,36 @@ class Push(Turn):
         if begun or ticket is not None:
             self._begin(path)
         self._on_accept = not (inline or begun or ticket is not None)
-        tables = (outgoing.table, outgoing.src_table if ticket is not None else b"")
-        words = partial(self._words, inline=inline, begun=begun, ticket=ticket)
-        request_id, data, self._result = lane.offer(words, *tables, payload, accepted=self._accepted)
+        request_id, data = self._register(lane, payload, inline=inline, begun=begun, ticket=ticket)
         try:
             await lane.channel.send(data)
         except BaseException:  # then nothing has been said
             lane.give_up(request_id, tell=False)
-            self._result = None
+            self._result = self._heard = None
             raise
         self._request_id = request_id
+
+    def _use(self, lane: Lane, path: DataPath) -> DataPath:
+        self._lane, self._path = lane, path
+        self._report.peer, self._report.path = self._link.peer_name, path.name
+        return path
+
+    def _register(
+        self, lane: Lane, payload: bytes, *, inline: bool, begun: bool = False, ticket: bytes | None = None
+    ) -> tuple[int, bytes]:
+        """The number of the offer, and the bytes to be sent."""
+        outgoing = self._outgoing
+        tables = (outgoing.table, outgoing.src_table if ticket is not None else b"")
+        words = partial(self._words, inline=inline, begun=begun, ticket=ticket)
+        request_id, data, self._result = lane.offer(words, *tables, payload, accepted=self._accepted)
+        self._heard = heard = Prompt[None](loop=self._result.get_loop())
+        self._result.add_done_callback(lambda _: None if heard.done() else heard.hand(None))
+        return request_id, data
+
+    @property
+    def _brief(self) -> bool:
+        """Whether the loop itself may read what is small."""
+        return self._outgoing.backend.direct and self._outgoing.most_rows <= FEW_ROWS
 
     def _words(self, request_id: int, *, inline: bool, begun: bool, ticket: bytes | None) -> frames.Offer:
         offer, remaining = self._outgoing.offer, self._deadline.remaining_ms
@@ -180,21 +222,13 @@ class Push(Turn):
         assert self._path is not None
         try:
             self._begin(self._path)
-        except OSError as error:
-            self.stop(broken(error, self._lane, self._link.peer_name))
+        except (OSError, RuntimeError) as error:  # the latter when no thread can be started
+            self.stop(self._explain(error, unsafe=False))
 
     def _lend(self) -> Batches:
         outgoing = self._outgoing
         regions, backend = outgoing.entry.regions, outgoing.backend
         return planned(outgoing.rows, lambda rows: backend.lending(regions, rows))
-
-    async def _gather(self, workers: Workers) -> bytes:
-        if self._outgoing.backend.direct and self._outgoing.most_rows <= FEW_ROWS:
-            return _join(self._lend())
-        pin = self._entry.pin(lambda: None)  # as long as the thread reads, also when nobody waits for it any more
-        reading = asyncio.get_running_loop().run_in_executor(workers, _join, self._lend())
-        reading.add_done_callback(lambda _: pin.release())
-        return await asyncio.shield(reading)
 
     # -- the way out ------------------------------------------------------------------------------------------------
 
@@ -202,19 +236,28 @@ class Push(Turn):
         """Stop what runs here and there. True when the receiver has not said that nothing writes any more."""
         self._report.enter("settle")
         self._on_accept = False
-        transfer, result = self._transfer, self._result
+        transfer, result, bound = self._transfer, self._result, self._bound()
         if transfer is not None:
             transfer.abort()
         unsafe = False
         if result is not None and self._lane is not None and self._request_id is not None:
             if not result.done():
                 self._lane.post(frames.Cancel(self._request_id))
-                await absorb([result], self._bound())
+                await absorb([result], bound)
             unsafe = not result.done() or result.exception() is not None or result.result().unsafe
             self._lane.give_up(self._request_id, tell=False)
         if transfer is not None:
-            await absorb([transfer.settled], self._bound())
+            await absorb([transfer.settled], bound)
         return unsafe
+
+    def _nearest(self, error: BaseException) -> BaseException:
+        """Where the memory here could not be read the receiver knows only that no more bytes came."""
+        done = None if self._transfer is None else self._transfer.done
+        if isinstance(error, LLMException) and done is not None and done.done() and not done.cancelled():
+            failure = done.exception()
+            if isinstance(failure, OSError) and failure.errno == errno.EFAULT:
+                return failure
+        return error
 
     def _keep(self) -> None:
         """The memory here stays as long as it is read, also when nobody waits for that any more."""
@@ -242,7 +285,3 @@ def _check(result: frames.Result) -> None:
     again = status is not LLMStatusCode.LLM_PARAM_INVALID  # the same offer would be refused again
     kind = LLMTimeoutError if status in _TIMEOUTS else LLMException
     raise kind(result.reason, status_code=status, retry_safe=again)
-
-
-def _join(lending: Batches) -> bytes:
-    return b"".join(view for batch in lending for view in batch)

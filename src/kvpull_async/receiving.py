@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import cached_property
 from typing import Final
 
 from kvpull_async import aims
@@ -14,16 +15,17 @@ from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Job, Workers
 from kvpull_async.aims import Place
 from kvpull_async.lane import Lane
-from kvpull_async.memory.base import FEW_ROWS, Span, copy_batches, lend_bytes, planned
-from kvpull_async.observe import Counters, Log
+from kvpull_async.memory.base import FEW_ROWS, Span, copy_batches, lend_bytes, no_memory, planned
+from kvpull_async.observe import Counters, Log, key_text
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Pin, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.base import DataPath, Transfer, moved
 
-__all__ = ["Receiving"]
+__all__ = ["Receiving", "log_of"]
 
 _REASON_LIMIT: Final = 1000
+_WORD: Final = 8
 _INLINE_COPY: Final = 128 * 1024
 """Most bytes copied on the loop: shorter than handing them to a thread."""
 
@@ -56,11 +58,21 @@ class Receiving:
         """One offer to its RESULT. Cancelled when the sender or the link gives up."""
         await _Receipt(self, offer, tail, deadline).run()
 
+    def take(self, offer: frames.Offer, tail: bytes) -> bool:
+        """The same on the spot, if nothing has to be waited for: few bytes, which came with the offer, into memory that
+        the loop may write. False when it has to be fulfilled.
+        """
+        nbytes, rows = offer.tensors * offer.per_tensor, offer.tensors * max(1, offer.blocks)
+        if not offer.inline or nbytes > _INLINE_COPY or rows > FEW_ROWS or not self._registry.backend.direct:
+            return False
+        deadline = Deadline.after_ms(offer.remaining_ms)
+        return not deadline.expired and _Receipt(self, offer, tail, deadline).taken()
+
     def copy(self, place: Place) -> Transfer | None:
         """Bytes that came with the offer; None when they are in their place already."""
         backend = self._registry.backend
         landing = planned(place.rows, lambda rows: backend.landing(place.regions, rows))
-        steps = copy_batches(lend_bytes(bytes(place.payload)), landing)
+        steps = copy_batches(lend_bytes(place.payload), landing)
         if not backend.direct or place.nbytes > _INLINE_COPY or place.most_rows > FEW_ROWS:
             return Job(self._workers, steps)
         for _ in steps:
@@ -89,14 +101,33 @@ class _Receipt:
         self._tail = tail
         self._deadline = deadline
         self._began = time.monotonic()
-        self._log = _log_of(receiving._log, offer)
-        self._task = asyncio.current_task()
+        self._first = tail[:_WORD]
+        self._task: asyncio.Task[object] | None = None
         self._place: Place | None = None
         self._pins: list[Pin] = []
         self._transfer: Transfer | None = None
         self._released = False
 
+    @cached_property
+    def _log(self) -> Log:
+        return log_of(self._receiving._log, self._offer, self._first)
+
+    def taken(self) -> bool:
+        """False when it would have to wait, and nothing has happened then."""
+        try:
+            self._place = place = self._find()
+            if any(entry.quarantined for entry in place.entries):
+                return False
+            self._tell_started(place)
+            self._receiving.copy(place)
+        except (LLMException, OSError, ValueError) as error:
+            self._refuse(error, unsafe=False)
+        else:
+            self._succeed()
+        return True
+
     async def run(self) -> None:
+        self._task = asyncio.current_task()
         try:
             async with self._deadline.scope():
                 await self._take()
@@ -118,24 +149,33 @@ class _Receipt:
 
     async def _take(self) -> None:
         receiving, offer = self._receiving, self._offer
-        self._place = place = aims.find(receiving._registry, offer, self._tail, by_key=receiving._by_key)
+        self._place = place = self._find()
         self._tail = b""
         if self._deadline.expired:  # in the queue: what needs no wait would not notice
             raise asyncio.TimeoutError
-        for entry in place.entries:
-            if entry.quarantined and not await entry.idle(self._deadline, writers_only=True):
+        while (unsafe := next((entry for entry in place.entries if entry.quarantined), None)) is not None:
+            if not await unsafe.idle(self._deadline, writers_only=True):
                 raise asyncio.TimeoutError
+        for entry in place.entries:
             if not entry.alive:
                 raise LLMException("the cache was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
             self._pins.append(entry.pin(self._cut))
-        caches = " ".join(str(entry.cache_id) for entry in place.entries)
-        self._log.debug("receive.started", cache_id=caches, bytes=place.nbytes)
+        self._tell_started(place)
         if offer.inline:
             self._transfer = receiving.copy(place)
         else:
             self._transfer = await receiving.fetch(offer, place, self._deadline)
         if self._transfer is not None:
             await moved(self._transfer)
+
+    def _find(self) -> Place:
+        receiving, tail = self._receiving, self._tail
+        return aims.find(receiving._registry, self._offer, tail, by_key=receiving._by_key)
+
+    def _tell_started(self, place: Place) -> None:
+        if self._receiving._log.debugging:
+            caches = " ".join(str(entry.cache_id) for entry in place.entries)
+            self._log.debug("receive.started", cache_id=caches, bytes=place.nbytes)
 
     def _cut(self) -> None:
         """The cache is being taken away."""
@@ -165,8 +205,9 @@ class _Receipt:
         counters = self._receiving._counters
         counters.add("receives")
         counters.add("bytes_received", self._place.nbytes)
-        took = round((time.monotonic() - self._began) * 1000, 3)
-        self._log.debug("receive.finished", bytes=self._place.nbytes, inline=self._offer.inline, elapsed_ms=took)
+        if self._receiving._log.debugging:
+            took = round((time.monotonic() - self._began) * 1000, 3)
+            self._log.debug("receive.finished", bytes=self._place.nbytes, inline=self._offer.inline, elapsed_ms=took)
         self._answer(LLMStatusCode.LLM_SUCCESS, "", unsafe=False)
 
     def _refuse(self, error: Exception, *, unsafe: bool) -> None:
@@ -185,15 +226,20 @@ def _explained(error: Exception) -> tuple[LLMStatusCode, str]:
         return LLMStatusCode(error.status_code), str(error)
     if isinstance(error, asyncio.TimeoutError):
         return LLMStatusCode.LLM_TIMEOUT, "the time for this push was over"
+    if isinstance(error, OSError):
+        unreachable = no_memory(error, "destination", reading=False)
+        if unreachable is not None:
+            return LLMStatusCode.LLM_PARAM_INVALID, str(unreachable)
     if isinstance(error, ValueError):  # the sender's rows leave its memory, or are not as many bytes
         return LLMStatusCode.LLM_PARAM_INVALID, str(error)
     return LLMStatusCode.LLM_LINK_FAILED, str(error)
 
 
-def _log_of(log: Log, offer: frames.Offer) -> Log:
-    bound = log.bind(pull_id=offer.pull_id, request_id=offer.request_id, key=_name(offer))
-    return bound.bind(traceparent=offer.traceparent) if offer.traceparent else bound
-
-
-def _name(offer: frames.Offer) -> str:
-    return f"{offer.key}:{offer.identity}:{offer.model_id}" + (f":{offer.entry}" if offer.entry else "")
+def log_of(log: Log, asked: frames.Request | frames.Offer, tail: bytes) -> Log:
+    """For all that is told of a request or an offer. Of several addresses, with which the tail begins, the first stands
+    for all.
+    """
+    number = int.from_bytes(tail[:_WORD], "little", signed=True) if asked.key == "address" else asked.identity
+    key = key_text(asked.key, number, asked.model_id, asked.entry)
+    bound = log.bind(pull_id=asked.pull_id, request_id=asked.request_id, key=key)
+    return bound.bind(traceparent=asked.traceparent) if asked.traceparent else bound

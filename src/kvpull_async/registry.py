@@ -12,6 +12,9 @@ import itertools
 import queue
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvpull_async.addresses import Addresses
 from kvpull_async.held import Binding, Entry, KeyId, Pin
 from kvpull_async.memory.base import Allocation, MemoryBackend, Region
@@ -36,7 +39,7 @@ class Registry:
         self._keys: dict[KeyId, Binding] = {}
         self._blocks: dict[int, Entry] = {}
         self._bindings: dict[int, Binding] = {}
-        self._addresses = Addresses(self._open_entries)
+        self._addresses = Addresses()
         self._watches: dict[KeyId, set[Callable[[], None]]] = {}
 
     # -- making and releasing ---------------------------------------------------------------------------------------
@@ -78,8 +81,10 @@ class Registry:
             dropped=self._handle_dropped,
         )
         self._entries[entry.cache_id] = entry
-        self._addresses.forget()
-        self._published(("cache", entry.cache_id, 0))
+        if remote_accessible:
+            self._addresses.add(entry)
+        for index in range(entry.desc.entries) if self._watches else ():
+            self._published(("cache", entry.cache_id, index))
         return entry
 
     def bind(self, entry: Entry, keys: Iterable[CacheKey]) -> None:
@@ -90,8 +95,7 @@ class Registry:
             name = key_id(key)
             if key.is_padding or name in self._keys:
                 continue
-            tensors = set(range(entry.desc.num_tensors))
-            binding = Binding(entry, index, name, next(self._generations), tensors)
+            binding = Binding(entry, index, name, next(self._generations))
             self._keys[name] = entry.bindings[index] = self._bindings[binding.generation] = binding
             self._published(name)
 
@@ -106,7 +110,7 @@ class Registry:
         cache and a blocks cache lose theirs at once.
         """
         entry.end()
-        self._addresses.forget()
+        self._addresses.remove(entry)
         if entry.blocks or entry.registered:
             for binding in list(entry.bindings.values()):
                 self._unbind(binding)
@@ -131,8 +135,7 @@ class Registry:
         binding = self._bindings.get(generation)
         if binding is None:
             return False
-        binding.missing.difference_update(tensors)
-        if binding.missing:
+        if binding.tick_off(tensors):
             return False
         self._unbind(binding)
         return True
@@ -150,7 +153,7 @@ class Registry:
         for entry in self._entries.values():
             entry.bindings.clear()
         self._entries.clear()
-        self._addresses.forget()
+        self._addresses.clear()
         self._keys.clear()
         self._blocks.clear()
         self._bindings.clear()
@@ -183,12 +186,9 @@ class Registry:
             return None
         return entry, entry.bindings.get(index)
 
-    def find_address(self, address: int, nbytes: int) -> tuple[Entry, Region] | None:
-        """The remote accessible cache, and its tensor, that has `nbytes` bytes from that address on."""
-        return self._addresses.find(address, nbytes)
-
-    def _open_entries(self) -> list[Entry]:
-        return [entry for entry in self._entries.values() if entry.alive and entry.remote_accessible]
+    def find_addresses(self, addresses: NDArray[np.int64], nbytes: int) -> list[tuple[Entry, Region] | None]:
+        """For each address the remote accessible cache, and its tensor, that has `nbytes` bytes from there on."""
+        return self._addresses.find(addresses, nbytes)
 
     def nearest_keys(self, name: KeyId, *, limit: int = 3) -> list[str]:
         """Keys that resemble `name`, for the message that says it is unknown."""
@@ -201,7 +201,7 @@ class Registry:
 
     def watch(self, name: KeyId, appeared: Callable[[], None]) -> Callable[[], None]:
         """Call `appeared`, which must not wait, once what is named is here, at once if it is: a key of a batch entry,
-        ("blocks", 0, model id) or ("cache", cache id, 0). The result takes that back.
+        ("blocks", 0, model id) or ("cache", cache id, batch index). The result takes that back.
         """
         watches = self._watches.setdefault(name, set())
         watches.add(appeared)
@@ -218,8 +218,7 @@ class Registry:
     def _is_here(self, name: KeyId) -> bool:
         kind, number, model = name
         if kind == "cache":
-            entry = self._entries.get(number)
-            return entry is not None and entry.referenced
+            return self.find_id(number, model) is not None
         return model in self._blocks if kind == "blocks" else name in self._keys
 
     def _published(self, name: KeyId) -> None:

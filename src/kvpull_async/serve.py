@@ -21,13 +21,14 @@ import msgspec
 from kvpull_async import offers
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Workers
+from kvpull_async.gathering import gathered
 from kvpull_async.lane import Lane
 from kvpull_async.memory.base import FEW_ROWS, FEW_TENSORS, Batches, Span, planned
 from kvpull_async.observe import Counters, Log
 from kvpull_async.offers import Offer, PeerRecord
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
-from kvpull_async.receiving import Receiving
+from kvpull_async.receiving import Receiving, log_of
 from kvpull_async.registry import Pin, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.base import DataPath, Transfer, moved
@@ -73,7 +74,7 @@ class Serving:
         lease_margin: float,
         settle_timeout: float,
         pushes_by_key: bool,
-        peer_left: Callable[[], None],
+        peer_left: Callable[[bool], None],
     ) -> None:
         self._lane = lane
         self._path = path
@@ -113,7 +114,8 @@ class Serving:
         elif isinstance(message, frames.Offer):
             if not message.inline and message.ticket is None:
                 self._streamed = message.request_id
-            self._queue(message, tail)
+            if self._task is not None or self._waiting or not self._taken(message, tail):
+                self._queue(message, tail)
         elif isinstance(message, frames.Watch):
             self._watching.begin(message)
         elif isinstance(message, frames.Cancel):
@@ -134,7 +136,7 @@ class Serving:
             )
         elif isinstance(message, frames.Bye):
             self._lane.post(frames.ByeAck())
-            self._peer_left()
+            self._peer_left(message.returns)
 
     def abort(self) -> None:
         """The lane is over: stop everything and give the pins back as it settles."""
@@ -199,12 +201,9 @@ class Serving:
         """Answer on the spot, if that can be done without waiting: a few bytes of memory that the loop may read."""
         limit, backend = min(self._inline_limit, request.inline_limit, _SMALL), self._registry.backend
         asked = request.tensors * request.size * max(request.blocks, 1)
-        if tail or asked > limit or request.tensors > FEW_TENSORS or not (backend.direct and self._lane.channel.ready):
+        if tail or asked > limit or request.tensors > FEW_TENSORS or not backend.direct:
             return False
-        self._turn, self._in_turn = self._lane.turns, self._in_turn + 1 if self._turn == self._lane.turns else 1
-        if self._in_turn > _AT_ONCE:
-            return False
-        if request.remote_access and self._path.opens:
+        if not self._may_at_once() or (request.remote_access and self._path.opens):
             return False
         began = time.monotonic()
         try:
@@ -212,16 +211,33 @@ class Serving:
             pieces = backend.slices(offer.entry.regions, offer.tensors, start=offer.start, nbytes=offer.per_tensor)
             self._lane.post(self._grant(request, offer, inline=True), *pieces)
         except LLMException as error:
-            self._refuse(request, error, self._log_of(request))
+            self._refuse(request, error, log_of(self._log, request, b""))
         except Exception as error:  # noqa: BLE001  (ends the lane, with the reason in the log)
             self._failed(error)
         else:
             self._count(offer)
             if self._log.debugging:
-                log = self._log_of(request)
+                log = log_of(self._log, request, b"")
                 log.debug("serve.started", cache_id=offer.entry.cache_id, bytes=offer.nbytes)
                 self._tell_finished(log, offer, inline=True, began=began)
         self._lane.session.end_request(request.request_id)
+        return True
+
+    def _may_at_once(self) -> bool:
+        """Whether one more may have its turn on the spot."""
+        if not self._lane.channel.ready:
+            return False
+        self._turn, self._in_turn = self._lane.turns, self._in_turn + 1 if self._turn == self._lane.turns else 1
+        return self._in_turn <= _AT_ONCE
+
+    def _taken(self, offer: frames.Offer, tail: bytes) -> bool:
+        """Take what an offer brings along on the spot, if that needs no wait."""
+        try:
+            if not offer.inline or not self._may_at_once() or not self._receiving.take(offer, tail):
+                return False
+        except Exception as error:  # noqa: BLE001  (ends the lane, with the reason in the log)
+            self._failed(error)
+        self._lane.session.end_request(offer.request_id)
         return True
 
     def _count(self, offer: Offer) -> None:
@@ -239,7 +255,7 @@ class Serving:
 
     async def _serve(self, request: frames.Request, tail: bytes, deadline: Deadline) -> None:
         began = time.monotonic()
-        log = self._log_of(request)
+        log = log_of(self._log, request, b"")
         pin: Pin | None = None
         try:
             offer = offers.find(self._registry, request, tail)
@@ -274,8 +290,12 @@ class Serving:
     def _refuse(self, request: frames.Request, error: Exception, log: Log) -> None:
         status = getattr(error, "status_code", LLMStatusCode.LLM_LINK_FAILED)
         reason = str(error) or "the time for this request was over"
-        self._counters.add("serves_refused")
-        log.info("serve.refused", status=LLMStatusCode(status).name, reason=reason)
+        if request.waits and status == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
+            self._counters.add("serves_awaited")
+            log.debug("serve.awaited", reason=reason)
+        else:
+            self._counters.add("serves_refused")
+            log.info("serve.refused", status=LLMStatusCode(status).name, reason=reason)
         if not self._lane.lost.done():
             refusal = frames.Refuse(request.request_id, int(status), reason[:_REASON_LIMIT])
             self._lane.post(refusal)
@@ -290,7 +310,8 @@ class Serving:
         if opens or not small:
             ticket = self._path.describe(grant.grant_id, Span(offer.entry.regions, offer.plan))
         if small and ticket is None:
-            await self._lane.send(grant, await self._gather(offer, rows=blocks * len(offer.tensors)))
+            here = self._registry.backend.direct and blocks * len(offer.tensors) <= FEW_ROWS
+            await self._lane.send(grant, await gathered(self._lend(offer), offer.entry, self._workers, here=here))
             return True
         if ticket is not None:
             open_ = offer.entry.entry_nbytes if opens and not offer.entry.blocks else 0
@@ -311,15 +332,6 @@ class Serving:
             wants_done=consumes is not None,
             start=offer.start,
         )
-
-    async def _gather(self, offer: Offer, *, rows: int) -> bytes:
-        lending = self._lend(offer)
-        if self._registry.backend.direct and rows <= FEW_ROWS:
-            return _join(lending)
-        pin = offer.entry.pin(lambda: None)  # as long as the thread reads, also when nobody waits for it any more
-        reading = asyncio.get_running_loop().run_in_executor(self._workers, _join, lending)
-        reading.add_done_callback(lambda _: pin.release())
-        return await asyncio.shield(reading)
 
     async def _deliver(self, request: frames.Request, grant: frames.Grant, offer: Offer, lease_ends: Deadline) -> None:
         """By other means than the grant itself: the source sends, or with a ticket the puller reads."""
@@ -343,7 +355,7 @@ class Serving:
         transfer = self._path.serve(grant.grant_id, self._lend(offer), offer.nbytes)
         self._last = (request.request_id, transfer)
         pin = offer.entry.pin(partial(self._withdraw, grant.grant_id))
-        loop, log = asyncio.get_running_loop(), self._log_of(request)
+        loop, log = asyncio.get_running_loop(), log_of(self._log, request, b"")
         timer = loop.call_later(ends.remaining, self._expire, grant.grant_id, log)
         lease = self._leases[grant.grant_id] = _Lease(request.request_id, grant.grant_id, pin, transfer, timer)
         return lease
@@ -380,17 +392,5 @@ class Serving:
             self._end_lease(lease)
         self._lane.post(frames.DoneAck(done.grant_id))
 
-    def _log_of(self, request: frames.Request) -> Log:
-        log = self._log.bind(pull_id=request.pull_id, request_id=request.request_id, key=_name(request))
-        return log.bind(traceparent=request.traceparent) if request.traceparent else log
-
     def __repr__(self) -> str:
         return f"<Serving {self._lane.channel.peer} waiting={len(self._waiting)} leases={len(self._leases)}>"
-
-
-def _join(lending: Batches) -> bytes:
-    return b"".join(view for batch in lending for view in batch)
-
-
-def _name(request: frames.Request) -> str:
-    return f"{request.key}:{request.identity}:{request.model_id}" + (f":{request.entry}" if request.entry else "")

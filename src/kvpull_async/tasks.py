@@ -27,6 +27,7 @@ class TransferTask:
         engine.core.check_process()
         if engine.stopped:
             raise finalized()
+        self._engine = engine
         self._transfer = transfer
         self._lock = threading.RLock()  # protects _waiters and _over; a signal handler may wait, too
         self._waiters: set[Callable[[], object]] = set()
@@ -57,7 +58,10 @@ class TransferTask:
         return list(self._transfer.exceptions)
 
     def when_over(self, waiter: Callable[[], object]) -> None:
-        """Call `waiter` once, from whatever thread; at once when it is over already. It must not wait or raise."""
+        """Call `waiter` once, from whatever thread; at once when it is over already. It must not wait or raise.
+        RuntimeError in a forked child, where nothing of the transfer runs.
+        """
+        self._engine.core.check_process()
         with self._lock:
             if not self._over:
                 self._waiters.add(waiter)

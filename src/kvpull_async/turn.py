@@ -32,6 +32,8 @@ promised 100 ms is for crossing back to the caller.
 class Turn:
     """Runs once. `stop` ends it from elsewhere on the loop with an error instead of a cancellation."""
 
+    writes: bool = False
+    """Whether the memory of its entry is to be written, not read."""
     losses_seen: int = 0
     """How often its link had been lost when it joined the queue."""
 
@@ -68,7 +70,7 @@ class Turn:
         entry = self._entry
         if not entry.alive:
             raise LLMException(f"cache {entry.cache_id} was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
-        entry.reach()
+        entry.reach(writing=self.writes)
         self._pin = entry.pin(self._cut)
 
     def _cut(self) -> None:
@@ -108,7 +110,7 @@ class Turn:
                 _uncancel(self._task)
             known = LLMTimeoutError(f"the deadline of {self._budget_ms()} ms passed {self._where()}", retry_safe=True)
         elif isinstance(error, OSError):
-            known = broken(error, self._lane, self._link.peer_name)
+            known = broken(error, self._lane, self._link.peer_name, push=self._report.push)
         else:
             known = LLMException(f"internal error: {error!r}", status_code=LLMStatusCode.LLM_FAILED)
         known.destination_unsafe = unsafe

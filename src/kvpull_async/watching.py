@@ -22,7 +22,7 @@ class Watching:
 
     def begin(self, watch: frames.Watch) -> None:
         number = watch.identity if watch.key != "blocks" else 0
-        name = (watch.key, number, watch.model_id)
+        name = (watch.key, number, watch.entry if watch.key == "cache" else watch.model_id)
         appeared = partial(self._appeared, watch.request_id)
         self._watches[watch.request_id] = _nothing
         forget = self._registry.watch(name, appeared)

@@ -29,6 +29,7 @@ from kvpull_async import (
     TransferWithCacheKeyConfig,
     allocate_shared,
 )
+from kvpull_sync.descriptions import fill_in
 from kvpull_sync.face import CacheManager, CacheTask, KvCacheManager, LLMDataDist
 from kvpull_sync.stand_in import install
 
@@ -69,7 +70,13 @@ __all__ = [
 def install_as_llm_datadist() -> None:
     """Make `import llm_datadist` resolve to this package, for programs that are not to be edited.
 
-    Call it before they are imported. The original's modules that programs import from are there as well. RuntimeError
-    when another `llm_datadist` has been imported already.
+    Call it before they are imported. Of the original's modules there are those that programs import from, with their
+    public classes: `configs`, `data_type`, `status`, `v2.llm_types`, `v2.llm_datadist` and `v2.cache_manager`. Any
+    other, such as `llm_datadist.utils`, is a ModuleNotFoundError.
+
+    RuntimeError when another `llm_datadist` has been imported already.
     """
     install(sys.modules[__name__])
+
+
+fill_in(LLMDataDist, KvCacheManager, CacheManager, CacheTask)

@@ -86,7 +86,7 @@ class LLMDataDist:
     @property
     def counters(self) -> dict[str, int]:
         """As `kvpull_async.LLMDataDist.counters`, blocking."""
-        return self._core.engine.snapshot()
+        return self._core.snapshot()
 
     @property
     def kv_cache_manager(self) -> KvCacheManager:

@@ -40,6 +40,10 @@ class CacheTask:
         self._until_over(timeout_in_millis)
         return self._task.results
 
+    def done(self) -> bool:
+        """As `kvpull_async.CacheTask.done`."""
+        return self._task.over
+
     @property
     def exceptions(self) -> list[BaseException | None]:
         """As `kvpull_async.CacheTask.exceptions`."""
@@ -76,7 +80,7 @@ class Transferring:
         traceparent: str | None = None,
     ) -> CacheTask:
         """As `kvpull_async.KvCacheManager.transfer_cache_async` and `kvpull_async.CacheManager.transfer_cache_async`.
-        The task blocks, and `synchronize_layer` cannot be a coroutine function.
+        The task blocks, and `synchronize_layer` cannot be a coroutine function or return an awaitable.
         """
         blocks = (src_block_indices, dst_block_indices, dst_block_memory_size)
         options = {"timeout": timeout, "traceparent": traceparent}

@@ -199,24 +199,29 @@ cluster = LLMClusterInfo()
 cluster.remote_cluster_id = {peer}
 cluster.append_local_ip_info("127.0.0.1", 0)
 cluster.append_remote_ip_info("127.0.0.1", {port})
-datadist.link_clusters([cluster], 20000)
+answer = datadist.link_clusters([cluster], 20000)[0].name
 """
 
 
-def test_two_sides_link_to_each_other() -> None:
-    """At the same time, then again: whoever comes second is told so, and programs do not look."""
+@pytest.mark.parametrize("backend", ["", "hixl"])
+@pytest.mark.parametrize("together", [True, False])
+def test_two_sides_link_to_each_other(backend: str, together: bool) -> None:
+    """At the same time or one after the other. With hixl both are told of success: there each side links for itself.
+    Otherwise whoever comes second may hear that it is linked already.
+    """
     with program() as source, program() as puller:
         ports = []
         for each, role, cluster, fill in ((source, "PROMPT", PREFILL, 5), (puller, "DECODER", DECODE, 9)):
             each.run(MEMORY["numpy"])
-            mode = 'local_comm_res = ""'
+            mode = 'local_comm_res = ""' + ('\nconfig.transfer_backend = "hixl"' if backend else "")
             ports.append(each.run(START, mode=mode, listen="127.0.0.1:0", role=role, cluster=cluster)[1])
             each.run(REGISTER, fill=fill, cluster=cluster)
-        for _ in range(3):
-            source.begin(BOTH_WAYS, peer=DECODE, port=ports[1])
-            puller.begin(BOTH_WAYS, peer=PREFILL, port=ports[0])
-            for each in (source, puller):
-                each.finish()
+        source.begin(BOTH_WAYS, peer=DECODE, port=ports[1])
+        codes = [] if together else [source.finish()]
+        puller.begin(BOTH_WAYS, peer=PREFILL, port=ports[0])
+        codes += [each.finish() for each in ((source, puller) if together else (puller,))]
+        assert "LLM_SUCCESS" in codes
+        assert set(codes) <= ({"LLM_SUCCESS"} if backend else {"LLM_SUCCESS", "LLM_ALREADY_LINK"}), codes
         source.run(PULL, peer=DECODE, src=[0], dst=[1])
         puller.run(PULL, peer=PREFILL, src=[0], dst=[1])
         assert source.run(HELD) == [[5, 9, *[5] * 14]] * 4

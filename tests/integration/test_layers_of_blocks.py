@@ -84,3 +84,17 @@ async def test_blocks_and_entries_are_not_mixed() -> None:
             manager.pull_layers(key, cache, src_blocks=[0], dst_blocks=[0], src_cache_offset=0)
         with pytest.raises(TypeError, match="dst_blocks"):
             manager.pull_layers(key, cache, src_blocks=[0])
+
+
+@pytest.mark.parametrize("remote_access", [False, True])
+async def test_who_names_no_blocks_is_told_how(remote_access: bool) -> None:
+    async with duo.duo(enable_remote_cache_accessible=remote_access) as pair:
+        manager = pair.decoder.cache_manager
+        cache = await manager.allocate_blocks_cache(blocks_of(256))
+        with pytest.raises(TypeError, match=r"dst_blocks= \(and src_blocks="):
+            manager.pull_layers(BlocksCacheKey(duo.PROMPT), cache)
+        with pytest.raises(LLMException, match="blocks cache; for blocks give dst_blocks=") as caught:
+            manager.pull_layers(CacheKey(duo.PROMPT, 1), cache)
+        assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'dst_block'; allowed are .*dst_blocks"):
+            manager.pull_layers(BlocksCacheKey(duo.PROMPT), cache, dst_block=[0])

@@ -95,8 +95,9 @@ def test_the_helpers_show_both_sides_on_standard_error(helper: str) -> None:
 
 # -- stable names ------------------------------------------------------------------------------------------------------
 
-PULL = {"operation", "pull_id", "cluster_id", "peer", "path", "queue_ms", "connect_ms", "request_ms", "traceparent"}
-SERVE = {"local_cluster_id", "peer", "pull_id", "request_id", "key", "traceparent"}
+STARTED = {"operation", "pull_id", "local_cluster_id", "cluster_id", "key", "traceparent"}
+PULL = STARTED | {"peer", "path", "queue_ms", "connect_ms", "request_ms"}
+SERVE = {"local_cluster_id", "cluster_id", "peer", "pull_id", "request_id", "key", "traceparent"}
 FIELDS: dict[str, set[str]] = {
     "link.listening": {"local_cluster_id", "address"},
     "link.up": {"local_cluster_id", "cluster_id", "peer", "path", "why", "dialled"},
@@ -105,13 +106,13 @@ FIELDS: dict[str, set[str]] = {
     "link.failed": {"local_cluster_id", "cluster_id", "peer", "status", "reason"},
     "cache.allocated": {"local_cluster_id", "cache_id", "bytes", "keys"},
     "cache.registered": {"local_cluster_id", "cache_id", "keys"},
-    "pull.started": {"operation", "pull_id", "cluster_id", "peer", "path", "traceparent"},
+    "pull.started": STARTED,
     "pull.finished": PULL | {"bytes", "elapsed_ms", "copy_ms"},
     "pull.failed": PULL | {"bytes", "elapsed_ms", "error", "status", "reason"},
     "serve.started": SERVE | {"cache_id", "bytes"},
     "serve.finished": SERVE | {"bytes", "inline", "elapsed_ms"},
     "serve.refused": SERVE | {"status", "reason"},
-    "serve.key_consumed": {"local_cluster_id", "peer", "pull_id"},
+    "serve.key_consumed": {"local_cluster_id", "cluster_id", "peer", "pull_id"},
 }
 
 

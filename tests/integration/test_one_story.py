@@ -100,6 +100,9 @@ async def test_p9_a_pull_is_told_by_both_sides_under_one_id_and_trace(
     nbytes = DESC.num_tensors * (DESC.size // 2 if size == -1 else size)
     assert {event["bytes"] for event in told if event["event"].endswith("finished")} == {nbytes}
     assert {"queue_ms", "connect_ms", "request_ms", "copy_ms"} <= set(ours[-1])
+    assert {event["key"] for event in ours + theirs if "key" in event} == {"request:1:0"}
+    assert {(event["local_cluster_id"], event["cluster_id"]) for event in ours} == {(2, 1)}
+    assert {(event["local_cluster_id"], event["cluster_id"]) for event in theirs} == {(1, 2)}
 
 
 async def test_p9_a_refused_pull_names_one_cause_on_both_sides(destination: Destination, heard: Heard) -> None:

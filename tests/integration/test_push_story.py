@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvpull_async import LLMException, LLMStatusCode, LLMTimeoutError
+from kvpull_async import LLMException, LLMStatusCode, LLMTimeoutError, TransferConfig
 from tests import duo
 from tests.conformance.api import AWAITED, BLOCKING, Api
 from tests.integration.own_loop import outcome
-from tests.integration.pushing import RECEIVER, SIZES, WAYS, Stock, desc, ends
+from tests.integration.pushing import PUSHER, RECEIVER, SIZES, WAYS, Stock, desc, ends
+from tests.integration.transfers import BY_ADDRESS, addresses, transfer
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 Event = dict[str, Any]
@@ -26,9 +27,12 @@ class Heard(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
+        self.warnings: list[Event] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.events.append(vars(record)["kvpull"])
+        if record.levelno >= logging.WARNING:
+            self.warnings.append(self.events[-1])
 
     def named(self, prefix: str) -> list[Event]:
         return [event for event in self.events if event["event"].startswith(prefix)]
@@ -66,7 +70,10 @@ def test_p9_a_push_is_told_by_both_sides_under_one_id_and_trace(way: str, size: 
             assert {event["inline"] for event in theirs if "inline" in event} == {size == "inline"}
             assert {"queue_ms", "connect_ms", "copy_ms", "elapsed_ms"} <= set(ours[-1])
             assert ours[-1]["path"] == (way if way in ("inproc", "tcp") else "shm")
-            assert ours[-1]["cluster_id"] == RECEIVER
+            for told, ids in ((ours, (PUSHER, RECEIVER)), (theirs, (RECEIVER, PUSHER))):
+                assert {(event["local_cluster_id"], event["cluster_id"]) for event in told} == {ids}
+            assert len({event["key"] for event in ours + theirs}) == 1
+            assert not {"peer", "path"} & ours[0].keys()
 
     api.run(body())
 
@@ -131,3 +138,38 @@ async def test_p3_p10_a_push_to_a_silent_receiver_ends_in_time_and_says_so() -> 
         assert not error.retry_safe
         assert e.pusher.counters["pushes_timed_out"] == 1
         await e.push(destination, source)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("api", [AWAITED, BLOCKING], ids=lambda api: api.name)
+def test_p9_a_transfer_is_told_with_its_pushes_and_their_receipts(way: str, api: Api, heard: Heard) -> None:
+    async def body() -> None:
+        async with ends(api, way, **BY_ADDRESS) as e:
+            source, destination = await e.source(desc(64)), await e.destination(desc(64))
+            configs = [TransferConfig(RECEIVER, addresses(destination))]
+            await api.do(transfer(e, source, configs, traceparent=TRACE).synchronize)
+            await api.until(lambda: heard.ends_with("transfer.finished") and len(heard.named("receive.finished")) == 2)
+            whole, pushed, taken = heard.named("transfer."), heard.named("push."), heard.named("receive.")
+            assert len({event["transfer_id"] for event in whole + pushed}) == 1
+            assert {event["traceparent"] for event in whole + pushed + taken} == {TRACE}
+            assert [(event["config"], event["layer"]) for event in pushed] == [(0, 0), (0, 1)]
+            sent, got = ({(event["pull_id"], event["key"]) for event in told} for told in (pushed, taken))
+            assert sent == got
+            assert {key for _, key in sent} == {f"address:{configs[0].dst_addrs[at]:#x}" for at in (0, 2)}
+
+    api.run(body())
+
+
+async def test_p9_a_transfer_that_fails_is_one_warning_which_names_the_push(heard: Heard) -> None:
+    async with ends(AWAITED, "tcp", **BY_ADDRESS) as e:
+        source, destination = await e.source(desc(64)), await e.destination(desc(64))
+        good = addresses(destination)
+        task = transfer(e, source, [TransferConfig(RECEIVER, [*good[:3], 4096])])
+        await AWAITED.do(task.synchronize)
+        await AWAITED.until(lambda: heard.ends_with("transfer.failed", "push.failed", "receive.refused"))
+        ours, theirs = heard.named("push.failed"), heard.named("receive.refused")
+        assert heard.warnings == heard.named("transfer.failed")
+        (failed,) = heard.warnings
+        assert [event["pull_id"] for event in ours + theirs] == [failed["pull_id"]] * 2
+        assert failed["reason"] == ours[0]["reason"] == theirs[0]["reason"]
+        assert ours[0]["layer"] == failed["layer"] == 1

@@ -331,12 +331,6 @@ def test_a_table_without_an_address_for_this_node_says_what_can_be_done() -> Non
             said = one.ask(LINK, name=comm_name(), ranks=BOTH, table=text)
             assert said["status"] == "LLM_PARAM_INVALID"
             assert "KVPULL_RANK_HOSTS" in said["text"]
-        assert (
-            "KVPULL_LINK_SECRET"
-            in one.ask(
-                LINK, name=comm_name(), ranks=BOTH, table=table([device(0, "10.1.1.1")], [device(1, "10.1.1.2")])
-            )["text"]
-        )
 
 
 FORK = """

@@ -19,6 +19,7 @@ from kvpull_async import (
 from tests import duo
 from tests.integration.own_loop import outcome, within
 from tests.integration.processes import eventually
+from tests.loop_nodes import event_log
 
 pytestmark = pytest.mark.smoke
 
@@ -36,7 +37,7 @@ async def publish(pair: duo.Duo, desc: CacheDesc = duo.SMALL) -> None:
 
 def waiting(node: Any) -> int:
     """Watches that peers have on a node's caches."""
-    return sum(map(len, duo.engine_of(node).registry._watches.values()))
+    return sum(map(len, tuple(duo.engine_of(node).registry._watches.values())))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -98,6 +99,36 @@ async def test_blocks_and_cache_ids_are_waited_for_too(path: str) -> None:
         assert paged.is_blocks_cache
 
 
+async def test_many_who_wait_for_one_key_all_get_it(caplog: pytest.LogCaptureFixture) -> None:
+    """More than may wait in the queue of the link: those who find it full have their turn later."""
+    async with duo.duo(queue_limit=8) as pair:
+        source = await pair.prompt.cache_manager.allocate_cache(duo.SMALL)
+        duo.fill(source)
+        caches = [await pair.destination() for _ in range(60)]
+        prefix = CacheKey(duo.PROMPT, 2**64 - 1, 0, 5)
+        manager = pair.decoder.kv_cache_manager
+        pulls = [asyncio.ensure_future(manager.pull_cache(prefix, cache, wait_for_key=True)) for cache in caches[:8]]
+        await eventually(lambda: waiting(pair.prompt) == 1)
+        for cache in caches[8:]:
+            pulls.append(asyncio.ensure_future(manager.pull_cache(prefix, cache, wait_for_key=True)))
+            await eventually(lambda: pair.decoder.counters["pulls_started"] == len(pulls))
+            await asyncio.sleep(0.002)
+        await pair.prompt.cache_manager.publish_cache(source, [prefix])
+        await within(asyncio.gather(*pulls))
+        assert all(duo.holds(cache, entry=0, source=0) for cache in caches)
+
+
+async def test_a_batch_entry_that_a_cache_does_not_have_is_not_asked_for_again_and_again() -> None:
+    async with duo.duo() as pair:
+        source = await pair.prompt.cache_manager.allocate_cache(duo.SMALL)
+        cache = await pair.decoder.cache_manager.allocate_cache(duo.SMALL)
+        key = CacheKeyByIdAndIndex(duo.PROMPT, source.cache_id, duo.SMALL.entries)
+        pull = pair.decoder.cache_manager.pull_cache(key, cache, wait_for_key=True, timeout=300)
+        with pytest.raises(TimeoutError, match=f"cache {source.cache_id}"):
+            await pull
+        assert pair.prompt.counters["serves_awaited"] == 1
+
+
 async def test_p3_a_key_that_never_comes_ends_with_the_deadline() -> None:
     async with duo.duo() as pair:
         cache = await pair.destination()
@@ -107,11 +138,50 @@ async def test_p3_a_key_that_never_comes_ends_with_the_deadline() -> None:
         assert isinstance(error, LLMException)
         assert error.status_code == LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
         assert isinstance(error, TimeoutError)
-        assert "published" in str(error)
+        assert "req_id 1 of model 0 had not been published" in str(error)
         assert error.retry_safe
         await eventually(lambda: waiting(pair.prompt) == 0)
         await publish(pair)
         await manager.pull_cache(CacheKey(duo.PROMPT, 1), cache)
+
+
+@pytest.mark.parametrize("kind", ["id", "blocks"])
+async def test_the_timeout_says_what_was_waited_for(kind: str) -> None:
+    async with duo.duo() as pair:
+        manager = pair.decoder.cache_manager
+        if kind == "id":
+            cache, key = await manager.allocate_cache(duo.SMALL), CacheKeyByIdAndIndex(duo.PROMPT, 41, 2)
+            early = manager.pull_cache(key, cache, wait_for_key=True, timeout=100)
+        else:
+            cache = await manager.allocate_blocks_cache(BLOCKS)
+            early = manager.pull_blocks(BlocksCacheKey(duo.PROMPT, 7), cache, [0], [0], wait_for_key=True, timeout=100)
+        error = await outcome(asyncio.ensure_future(early))
+        what = {"id": "cache 41 with batch entry 2", "blocks": "a blocks cache of model 7"}[kind]
+        assert f"{what} had not been published" in str(error)
+
+
+async def test_p9_a_wait_is_no_failure_of_the_source_and_its_time_is_told() -> None:
+    async with duo.duo() as pair:
+        cache = await pair.destination()
+        manager = pair.decoder.kv_cache_manager
+        with event_log() as events:
+            with pytest.raises(LLMException):
+                await manager.pull_cache(CacheKey(duo.PROMPT, 1), cache, wait_for_key=True, timeout=150)
+            (failed,) = events.named("pull.failed", text="req_id 1 of model 0")
+            assert failed["key"] == "request:1:0"
+            assert 0 < failed["wait_ms"] <= failed["elapsed_ms"]
+            pull = asyncio.ensure_future(manager.pull_cache(CacheKey(duo.PROMPT, 1), cache, wait_for_key=True))
+            await eventually(lambda: waiting(pair.prompt) == 1)
+            await publish(pair)
+            await within(pull)
+            (finished,) = events.named("pull.finished")
+            assert finished["wait_ms"] > 0
+            awaited = await events.first("serve.awaited", pull_id=finished["pull_id"])
+            assert awaited["key"] == "request:1:0"
+            assert not events.named("serve.refused")
+        counted = pair.prompt.counters
+        assert counted["serves_awaited"] == 2
+        assert "serves_refused" not in counted
 
 
 async def test_without_it_a_missing_key_is_an_error_at_once() -> None:

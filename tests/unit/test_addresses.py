@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -31,7 +36,7 @@ def registry() -> Registry:
 
 def found(registry: Registry, begin: int, nbytes: int = 1) -> tuple[int, int] | None:
     """The cache and the beginning of its tensor."""
-    hit = registry.find_address(BASE + begin, nbytes)
+    (hit,) = registry.find_addresses(np.array([BASE + begin], np.int64), nbytes)
     return None if hit is None else (hit[0].cache_id, hit[1].address - BASE)
 
 
@@ -51,16 +56,17 @@ def test_no_bytes_run_over_from_one_tensor_into_the_next(registry: Registry) -> 
     assert found(registry, 50, 100) is None
 
 
-@pytest.mark.parametrize("address", [-1, -(2**63), 0, 2**63 - 1, 2**63, 2**64])
+@pytest.mark.parametrize("address", [-1, -(2**63), 0, 2**63 - 1])
 @pytest.mark.parametrize("nbytes", [-1, 0, 1, 2**63 - 1, 2**63, 2**70])
 def test_numbers_at_the_edges_name_nothing(registry: Registry, address: int, nbytes: int) -> None:
     adopted(registry, 0)
-    assert registry.find_address(address, nbytes) is None
-    assert registry.find_address(BASE, 2**63 - 1) is None
+    adopted(registry, 2**63 - 50 - BASE, 2**64 - 50 - BASE)  # beyond what an offer can name
+    assert found(registry, address - BASE, nbytes) is None
+    assert found(registry, 0, 2**63 - 1) is None
 
 
 def test_without_caches_nothing_is_found(registry: Registry) -> None:
-    assert registry.find_address(BASE, 1) is None
+    assert found(registry, 0) is None
 
 
 def test_of_several_that_have_the_memory_the_youngest_counts(registry: Registry) -> None:
@@ -89,37 +95,96 @@ def test_a_cache_that_peers_must_not_reach_is_not_found(registry: Registry) -> N
     assert found(registry, 0) is None
 
 
-def test_the_table_is_made_once_for_many_questions() -> None:
-    made: list[int] = []
-    registry = Registry(PlainMemory())
+def test_many_addresses_are_answered_each_in_its_place(registry: Registry) -> None:
+    older = adopted(registry, 0, nbytes=1000)
+    closed, younger = adopted(registry, 200, accessible=False), adopted(registry, 500, 100)
+    begins = [550, 2000, 100, 0, 999, 550, 200]
+    hits = registry.find_addresses(np.array(begins, np.int64) + BASE, 1)
+    at = [None if hit is None else (hit[0].cache_id, hit[1].address - BASE) for hit in hits]
+    first, second = (older.cache_id, 0), (younger.cache_id, 500)
+    assert at == [second, None, (younger.cache_id, 100), first, first, second, first]
+    assert closed.alive
+    assert registry.find_addresses(np.zeros(0, np.int64), 1) == []
+
+
+def test_caches_that_come_and_go_do_not_fill_the_table(registry: Registry) -> None:
+    stays = adopted(registry, 0)
+    for number in range(1, 60):
+        begins = [1000 * number + 100 * tensor for tensor in range(100)]
+        goes = adopted(registry, *begins)
+        assert found(registry, begins[-1]) == (goes.cache_id, begins[-1])
+        registry.release(goes)
+        assert found(registry, begins[0]) is None
+    assert found(registry, 0) == (stays.cache_id, 0)
+    assert len(registry._addresses._begins) < 4000
+
+
+def test_a_cache_that_is_not_in_the_table_may_be_taken_out(registry: Registry) -> None:
     entry = adopted(registry, 0)
+    addresses = Addresses()
+    addresses.remove(entry)
+    addresses.add(entry)
+    for _ in range(2):
+        addresses.remove(entry)
+    assert "caches=0 rows=0" in repr(addresses)
 
-    def entries() -> list[Entry]:
-        made.append(1)
-        return [entry]
 
-    addresses = Addresses(entries)
-    for _ in range(3):
-        assert addresses.find(BASE, 1) is not None
-    assert len(made) == 1
-    addresses.forget()
-    addresses.find(BASE, 1)
-    assert len(made) == 2
+def test_p6_a_lookup_takes_no_step_for_each_cache() -> None:
+    """As many lines of Python, however many caches there are and however they overlap."""
+    counts = []
+    asked = np.arange(BASE, BASE + 12_800, 100)
+    for caches, apart in ((1, 0), (40, 2**20), (40, 0)):
+        registry = Registry(PlainMemory())
+        for number in range(caches):
+            adopted(registry, *(number * apart + 100 * tensor for tensor in range(128)))
+        counts.append(lines(partial(registry.find_addresses, asked, 1)))
+        assert found(registry, 150) == (1 if apart else caches, 100)
+    assert len(set(counts)) == 1
+
+
+def lines(call: Callable[[], object]) -> int:
+    """How many lines of Python a call takes."""
+    count = 0
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 @thorough
 @given(
-    st.lists(st.tuples(st.lists(st.integers(0, 60), min_size=1, max_size=3), st.integers(1, 30)), max_size=5),
-    st.integers(-5, 95),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 60), min_size=1, max_size=3), st.integers(1, 30), st.booleans()), max_size=8
+    ),
+    st.lists(st.integers(-5, 95), max_size=12),
     st.integers(0, 35),
 )
-def test_it_finds_what_a_plain_search_finds(caches: list[tuple[list[int], int]], begin: int, nbytes: int) -> None:
+def test_it_finds_what_a_plain_search_finds(
+    caches: list[tuple[list[int], int, bool]], asked: list[int], nbytes: int
+) -> None:
+    """Whatever overlaps, and whichever caches are gone again."""
     registry = Registry(PlainMemory())
-    expected = None
-    for begins, size in caches:
+    expected: list[tuple[int, int] | None] = [None] * len(asked)
+    gone: list[Entry] = []
+    for begins, size, stays in caches:
         entry = adopted(registry, *begins, nbytes=size)
+        if not stays:
+            gone.append(entry)
+            continue
         for start in begins:
-            if nbytes and start <= begin and begin + nbytes <= start + size:
-                expected = (entry.cache_id, start)
-    assert found(registry, begin, nbytes) == expected
-    assert registry.find_address(int(np.int64(BASE + begin)), nbytes) == registry.find_address(BASE + begin, nbytes)
+            for number, begin in enumerate(asked):
+                if nbytes and start <= begin and begin + nbytes <= start + size:
+                    expected[number] = (entry.cache_id, start)
+    for entry in gone:
+        registry.release(entry)
+    hits = registry.find_addresses(np.array(asked, np.int64) + BASE, nbytes)
+    assert [None if hit is None else (hit[0].cache_id, hit[1].address - BASE) for hit in hits] == expected

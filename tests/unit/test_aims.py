@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvpull_async import aims
 from kvpull_async.memory.base import copy_batches, lend_bytes
+from kvpull_async.memory.host import HostMemory
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Entry, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
@@ -66,13 +68,16 @@ class World:
     def by_id(self, cache_id: int) -> tuple[Shape, Entry, list[int]] | None:
         return next((cache for cache in self.caches if cache[1].cache_id == cache_id), None)
 
-    def holding(self, address: int, nbytes: int) -> int | None:
-        """The place of those bytes in the memory, if one tensor of an accessible cache has them all."""
+    def holding(self, address: int, nbytes: int, *, block: int) -> int | None:
+        """The place of those bytes in the memory, if one tensor of an accessible cache has them all, in blocks of that
+        size if they are to be blocks (else 0) of a blocks cache.
+        """
         place = address - self.base
         for shape, _, places in self.caches:
             for begin in places:
                 if shape.accessible and begin <= place and place + nbytes <= begin + shape.entries * shape.stride:
-                    return place
+                    paged = block and shape.blocks
+                    return None if paged and (place != begin or block != shape.stride) else place
         return None
 
 
@@ -121,7 +126,8 @@ def model(world: World, case: Case) -> list[int] | None:
 
 def by_address(world: World, case: Case, offer: frames.Offer) -> list[int] | None:
     reach = (max(case.blocks) + 1) * offer.block_nbytes if offer.blocks else offer.per_tensor
-    starts = [world.holding(address, reach) for address in case.addresses]
+    block = offer.block_nbytes if offer.blocks else 0
+    starts = [world.holding(address, reach, block=block) for address in case.addresses]
     if any(abs(one - other) < reach for i, one in enumerate(case.addresses) for other in case.addresses[:i]):
         return None
     return None if None in starts else [start for start in starts if start is not None]
@@ -315,14 +321,69 @@ def test_keys_are_for_peers_that_may_name_caches(key: str, named: bool) -> None:
         assert aims.find(world.registry, case.offer, case.tail, by_key=False).nbytes == 8
 
 
+@pytest.mark.parametrize(
+    ("block", "at", "text"),
+    [(32, 0, "blocks have 64 bytes, the sender's 32"), (128, 0, "64 bytes"), (64, 64, "inside a tensor of a blocks")],
+)
+def test_addresses_of_a_blocks_cache_take_its_own_blocks_only(block: int, at: int, text: str) -> None:
+    """Blocks of another size would be other blocks than those that are named."""
+    world = World([Shape(1, 8, 64, blocks=True)], 7)
+    address = world.caches[0][1].regions[0].address + at
+    fields = {"key": "address", "tensors": 1, "per_tensor": block, "block_nbytes": block}
+    case = Case(fields, [address], [1], bytes(block))
+    before = world.memory.copy()
+    with pytest.raises(LLMException, match=text) as caught:
+        aims.find(world.registry, case.offer, case.tail, by_key=False)
+    assert caught.value.status_code == PARAM_INVALID
+    assert (world.memory == before).all()
+
+
 def test_many_more_pieces_than_bytes_of_tables_are_refused_before_they_are_made() -> None:
-    """A thousand addresses times a thousand blocks, again and again, would be a table of many gigabytes."""
-    world = World([Shape(1, 2, 4096, blocks=True)], 7)
+    """Hundreds of addresses times as many blocks as one likes would be a table of many gigabytes."""
+    world = World([Shape(1, 2, 4096, blocks=False)], 7)
     base = world.caches[0][1].regions[0].address
-    addresses, blocks = [base + 2 * i for i in range(4000)], [0, 0] * 4000
-    fields = {"key": "address", "tensors": 4000, "per_tensor": 8000, "block_nbytes": 1, "inline": False}
+    addresses, blocks = [base + 2 * i for i in range(200)], [0, 0] * 50_000
+    fields = {"key": "address", "tensors": 200, "per_tensor": 100_000, "block_nbytes": 1, "inline": False}
     case = Case(fields, addresses, blocks)
     place = aims.find(world.registry, case.offer, case.tail, by_key=True)
     with pytest.raises(LLMException, match="pieces") as caught:
         place.rows()
+    assert caught.value.status_code == PARAM_INVALID
+
+
+def test_p6_an_offer_brings_few_bytes_along() -> None:
+    world = World([Shape(1, 1, 2**20 + 1, blocks=False)], 9)
+    fields = {"key": "cache", "identity": 1, "tensors": 1}
+    assert land(world, Case({**fields, "per_tensor": 2**20}, payload=bytes(2**20))).nbytes == 2**20
+    with pytest.raises(LLMException, match="1048577 bytes came with the offer, at most 1048576") as caught:
+        land(world, Case({**fields, "per_tensor": 2**20 + 1}, payload=bytes(2**20 + 1)))
+    assert caught.value.status_code == PARAM_INVALID
+
+
+def test_p6_an_offer_names_few_addresses() -> None:
+    """Of one that names more nothing is looked up."""
+    world = World([Shape(1, 2, 4096, blocks=False)], 8)
+    base = world.caches[0][1].regions[0].address
+    cases = [
+        Case({"key": "address", "tensors": count, "per_tensor": 1}, [base + i for i in range(count)], [], bytes(count))
+        for count in (256, 257)
+    ]
+    assert land(world, cases[0]).nbytes == 256
+    with pytest.raises(LLMException, match="257 addresses in one offer, at most 256") as caught:
+        land(world, cases[1])
+    assert caught.value.status_code == PARAM_INVALID
+
+
+@pytest.mark.parametrize("key", ["cache", "address"])
+def test_nothing_is_written_to_memory_that_may_only_be_read(key: str) -> None:
+    registry = Registry(HostMemory())
+    address = np.frombuffer(constant := mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ), np.uint8).ctypes.data
+    regions = registry.backend.adopt([address], tensor_nbytes=64, placement=Placement.HOST)
+    entry = registry.add(CacheDesc(1, [1, 64], DataType.DT_UINT8), regions, blocks=False)
+    entry.reach()  # it was served before
+    fields = {"key": key, "identity": entry.cache_id, "tensors": 1, "per_tensor": 64}
+    case = Case(fields, [address] if key == "address" else [], payload=bytes(64))
+    with pytest.raises(LLMException, match="read-only") as caught:
+        aims.find(registry, case.offer, case.tail, by_key=True)
+    assert constant[:64] == bytes(64)
     assert caught.value.status_code == PARAM_INVALID

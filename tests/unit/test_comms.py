@@ -1,49 +1,20 @@
-"""Comms on the test's own loop: meeting, sharing links, ports that are taken, and strangers at the door."""
+"""Comms on the test's own loop: their ids and ports, the links that they share, and one for each group at a time."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
 
 from kvpull_async._deadline import Deadline
-from kvpull_async.protocol.session import Peer
+from kvpull_async.listening import listen
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.transport.base import Address, ControlChannel
-from tests.comm_nodes import OK, PREPARING, Node, apart, met, nodes, ready, refused
+from tests.comm_nodes import FAILED, Node, apart, doors, is_closed, met, nodes, ready, refused
 from tests.loop_nodes import event_log, eventually
 from tests.ranks import comm_name, device, table
 
-LOW, HIGH = b"\x01" * 16, b"\xfe" * 16
-
-
-# -- meeting -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("transport", ["tcp", "inproc"])
-@pytest.mark.parametrize("first", [1, 2])
-async def test_whoever_comes_first_waits_for_the_other(transport: str, first: int) -> None:
-    one, two = Node(1, transport=transport), Node(2, transport=transport)
-    early, late = (one, two) if first == 1 else (two, one)
-    with event_log() as events:
-        async with nodes(one, two):
-            name = comm_name()
-            assert await early.meet(name) == 1
-            await asyncio.sleep(0.1)
-            assert early.now(1) is PREPARING
-            assert await late.meet(name) == 1
-            await early.becomes(1)
-            await late.becomes(1)
-            assert ready(one, two) == [1, 1]
-            link = two.links.find(1)
-            assert link is not None
-            await link.check(Deadline.after_ms(15_000))
-            for _ in range(2):
-                await events.first("comm.ready", comm_name=name)
-    assert [event["clusters"] for event in events.named("comm.linking", comm_name=name)].count("2") == 1
-    assert len(events.named("comm.closed", comm_name=name)) == 2
+# -- ids and ports -----------------------------------------------------------------------------------------------------
 
 
 async def test_ids_are_never_used_again_and_are_limited() -> None:
@@ -59,47 +30,6 @@ async def test_ids_are_never_used_again_and_are_limited() -> None:
             with pytest.raises(LLMException, match="no comm 2") as caught:
                 await call(2)
             refused(caught, LLMStatusCode.LLM_NOT_YET_LINK)
-
-
-async def test_many_comms_of_one_pair_come_about_at_once_over_one_link() -> None:
-    one, two = Node(1), Node(2)
-    async with nodes(one, two):
-        names = [comm_name() for _ in range(20)]
-        await asyncio.gather(*(node.meet(name) for name in names for node in (one, two)))
-        for comm_id in range(1, 21):
-            await one.becomes(comm_id)
-            await two.becomes(comm_id)
-        assert ready(one, two) == [1, 1]
-
-
-async def test_comms_in_which_the_ranks_are_the_other_way_round() -> None:
-    for incarnations in ((LOW, HIGH), (HIGH, LOW)):
-        one, two = (Node(i + 1, incarnation=incarnation) for i, incarnation in enumerate(incarnations))
-        async with nodes(one, two):
-            name, other = comm_name(), comm_name()
-            for node in (one, two):
-                await node.meet(name, {1: 0, 2: 1})
-                await node.meet(other, {2: 0, 1: 1})
-            for node in (one, two):
-                await node.becomes(1)
-                await node.becomes(2)
-            await eventually(lambda: ready(one, two) == [1, 1])  # noqa: B023
-
-
-async def test_ranks_of_one_server_are_looked_for_on_this_machine_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpull_async.comms._NEARBY", 0.2)
-    two, asked = Node(2), []
-
-    async def refuse(address: Address) -> ControlChannel:
-        asked.append((address[0], time.monotonic()))
-        raise ConnectionRefusedError
-
-    two.transport.dial = refuse  # type: ignore[method-assign]
-    async with nodes(two):
-        began = time.monotonic()
-        await two.meet(comm_name())
-        await eventually(lambda: any(host == "10.1.1.1" for host, _ in asked))
-    assert {host for host, at in asked if at - began < 0.2} == {"127.0.0.1"}
 
 
 async def test_ports_that_are_taken_are_passed_over() -> None:
@@ -144,8 +74,8 @@ async def test_an_address_beyond_this_machine_needs_a_safeguard_where_this_side_
     one, two = Node(1), Node(2)
     async with nodes(one, two):
         with pytest.raises(LLMException, match="KVPULL_LINK_SECRET") as caught:
-            await one.meet(comm_name(), text=apart("10.99.99.99"))
-        refused(caught, LLMStatusCode.LLM_PARAM_INVALID)
+            await one.meet(comm_name(), text=apart("0.0.0.0"))
+        assert "no address of this machine" not in refused(caught, LLMStatusCode.LLM_PARAM_INVALID)
         assert await two.meet(comm_name(), text=apart("10.99.99.99")) == 1  # which dials
 
 
@@ -158,86 +88,19 @@ async def test_a_table_without_addresses_is_of_no_use(cluster: int) -> None:
         assert "KVPULL_RANK_HOSTS" in refused(caught, LLMStatusCode.LLM_PARAM_INVALID)
 
 
-@pytest.mark.parametrize("safeguard", [{"link_secret": b"s"}, {"allow_insecure_network": True}])
+@pytest.mark.parametrize("safeguard", [{}, {"link_secret": b"s"}, {"allow_insecure_network": True}])
 async def test_an_address_of_another_machine_cannot_be_listened_on(safeguard: dict[str, Any]) -> None:
     one = Node(1, **safeguard)
     async with nodes(one):
-        with pytest.raises(LLMException, match="KVPULL_RANK_HOSTS") as caught:
+        with pytest.raises(LLMException, match="it is no address of this machine") as caught:
             await one.meet(comm_name(), text=apart("198.51.100.7"))
-        assert "SECRET" not in refused(caught, LLMStatusCode.LLM_PARAM_INVALID)
-
-
-# -- strangers ---------------------------------------------------------------------------------------------------------
-
-
-async def knock(node: Node, address: Address, *, group: str, asked: int = 1, paths: tuple[str, ...] = ("tcp",)) -> Peer:
-    """Greet at a door as the first connection of a link."""
-    context = node.context.meeting(group, [address])
-    channel = await node.transport.dial(address)
-    lane = context.new_lane(channel, dialer=True, paths=paths, asked=asked, lane=0, token=b"")
-    try:
-        return await lane.dial(Deadline.after_ms(15_000))
-    finally:
-        lane.abort()
-
-
-async def test_a_door_lets_its_group_in_and_nobody_else() -> None:
-    one, member, stranger = Node(1), Node(2), Node(9)
-    with event_log() as events:
-        async with nodes(one, member, stranger):
-            wanted = one.wanted(comm_name())
-            await one.comms.link(wanted)
-            (address,) = [listener.address for listener in one.comms._find(1).listeners]
-            ordinary = await one.listen()
-            for node, group, at in (
-                (member, "", address),
-                (member, "0" * 32, address),
-                (stranger, wanted.group, address),
-                (member, wanted.group, ordinary),
-            ):
-                with pytest.raises(LLMException, match="group") as caught:
-                    await knock(node, at, group=group)
-                refused(caught, LLMStatusCode.LLM_LINK_FAILED)
-            with pytest.raises(LLMException, match="no link yet"):
-                await knock(member, address, group=wanted.group, paths=())
-            assert (ready(one), one.now(1)) == ([0], PREPARING)
-            assert (await knock(member, address, group=wanted.group)).cluster_id == 1
-    assert {event["reason"] for event in events.named("link.rejected") if "group" in event["reason"]}
-
-
-async def test_another_process_of_a_member_does_not_push_it_out() -> None:
-    one, two, impostor = Node(1), Node(2), Node(2)
-    async with nodes(one, two, impostor):
-        name = comm_name()
-        await met(one, two, name)
-        link = one.links.find(2)
-        await impostor.meet(name)
-        await asyncio.sleep(0.2)
-        assert impostor.now(1) is PREPARING
-        assert (one.now(1), two.now(1), ready(one)) == (OK, OK, [1])
-        assert one.links.find(2) is link
-        await two.die()
-        await impostor.becomes(1)
-        await one.becomes(1)
+        said = refused(caught, LLMStatusCode.LLM_PARAM_INVALID)
+        assert "198.51.100.7: " in said
+        assert "KVPULL_RANK_HOSTS" in said
+        assert "SECRET" not in said
 
 
 # -- sharing -----------------------------------------------------------------------------------------------------------
-
-
-async def test_a_link_is_a_comms_only_once_both_sides_say_so() -> None:
-    one, two = Node(1), Node(2)
-    async with nodes(one, two):
-        await one.listen()
-        assert await two.link(one) == [LLMStatusCode.LLM_SUCCESS]
-        name = comm_name()
-        for node, other in ((one, two), (two, one)):
-            comm_id = await node.meet(name)
-            await asyncio.sleep(0.1)
-            assert node.now(comm_id) is PREPARING
-            await other.comms.unlink(await other.meet(comm_name()))
-            await node.comms.unlink(comm_id)
-        await met(one, two, name)
-        assert ready(one, two) == [1, 1]
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -256,19 +119,118 @@ async def test_unlinking_keeps_what_others_use(side: int) -> None:
 
 async def test_a_listener_stays_for_a_link_that_came_in_there_until_nobody_needs_it() -> None:
     one, two = Node(1), Node(2)
+    with event_log() as events:
+        async with nodes(one, two):
+            name = comm_name()
+            first = await met(one, two, name)
+            second = await met(one, two, comm_name())
+            (address,) = doors(events, name)
+            await one.comms.unlink(first[0])
+            link = two.links.find(1)
+            assert link is not None
+            for lane in link._lanes.values():
+                lane.abort()
+            await eventually(lambda: two.counters.snapshot().get("reconnects") == 1)
+            await two.becomes(second[1])
+            (await two.transport.dial(address)).abort()
+            await one.comms.unlink(second[0])
+            await is_closed(two, address)
+            assert await one.meet(name) == 3
+
+
+# -- one for each group ------------------------------------------------------------------------------------------------
+
+
+async def failed(*groups: str, **options: Any) -> Node:
+    """A node with a failed comm of each of these groups, in order."""
+    one = Node(1, rank_link_timeout_ms=50, **options)
+    for comm_id, name in enumerate(groups, 1):
+        assert await one.meet(name) == comm_id
+        await one.becomes(comm_id, FAILED)
+    return one
+
+
+async def test_a_comm_that_failed_does_not_hide_the_one_in_its_place() -> None:
+    name = comm_name()
+    one, two = await failed(name), Node(2)
     async with nodes(one, two):
-        name = comm_name()
-        first = await met(one, two, name)
-        second = await met(one, two, comm_name())
-        comm = one.comms._find(first[0])
-        await one.comms.unlink(first[0])
-        link = two.links.find(1)
-        assert link is not None
-        for lane in link._lanes.values():
-            lane.abort()
-        await eventually(lambda: two.counters.snapshot().get("reconnects") == 1)
-        await two.becomes(second[1])
-        assert comm in one.comms._ended
-        await one.comms.unlink(second[0])
-        await eventually(lambda: not one.comms._ended)
-        assert await one.meet(name) == 3
+        assert await met(one, two, name) == (2, 1)
+        with pytest.raises(LLMException, match="comm 2 is") as caught:
+            await one.meet(name)
+        refused(caught, LLMStatusCode.LLM_ALREADY_LINK)
+
+
+async def test_only_one_of_two_calls_at_once_makes_a_comm_of_the_group() -> None:
+    name = comm_name()
+    for earlier in ([], [name]):
+        one = await failed(*earlier)
+        async with nodes(one):
+            made, other = await asyncio.gather(one.meet(name), one.meet(name), return_exceptions=True)
+            assert made == len(earlier) + 1
+            assert isinstance(other, LLMException)
+            assert other.status_code is LLMStatusCode.LLM_ALREADY_LINK
+
+
+async def test_failed_comms_do_not_count_once_they_were_given_up_and_the_last_ones_are_remembered() -> None:
+    name = comm_name()
+    one = await failed(*[name] * 5, max_comms=2)
+    async with nodes(one):
+        assert await one.meet(comm_name()) == 6
+        with pytest.raises(LLMException, match="no comm 1"):
+            await one.now(1)
+        assert [await one.now(comm_id) for comm_id in (3, 4, 5)] == [FAILED] * 3
+        with pytest.raises(LLMException, match="2 comms exist"):
+            await one.meet(comm_name())
+
+
+@pytest.mark.parametrize("end", ["unlink", "close"])
+async def test_a_comm_that_is_ended_while_it_begins_leaves_no_listener(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, opened, go_on = Node(1), asyncio.Event(), asyncio.Event()
+
+    async def slow(*arguments: Any) -> Any:
+        listeners = await listen(*arguments)
+        opened.set()
+        await go_on.wait()
+        return listeners
+
+    monkeypatch.setattr("kvpull_async.comms.listen", slow)
+    async with nodes(one):
+        wanted = one.wanted(comm_name())
+        linking = asyncio.create_task(one.comms.link(wanted))
+        await opened.wait()
+        await (one.comms.close(Deadline.after_ms(15_000)) if end == "close" else one.comms.unlink(1))
+        go_on.set()
+        with pytest.raises(LLMException, match="before it began") as caught:
+            await linking
+        codes = {"close": LLMStatusCode.LLM_ENGINE_FINALIZED, "unlink": LLMStatusCode.LLM_NOT_YET_LINK}
+        refused(caught, codes[end])
+        assert repr(one.comms) == "<Comms []>"
+        await is_closed(one, ("127.0.0.1", wanted.ports[0]))
+
+
+@pytest.mark.parametrize("transport", ["tcp", "inproc"])
+async def test_a_comm_whose_beginning_is_cancelled_leaves_nothing(transport: str) -> None:
+    one = Node(1, transport=transport)
+    async with nodes(one):
+        for turns in range(10):
+            wanted = one.wanted(comm_name())
+            linking = asyncio.create_task(one.comms.link(wanted))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            linking.cancel()
+            await asyncio.gather(linking, return_exceptions=True)
+            if not linking.cancelled():
+                await one.comms.unlink(linking.result())
+            assert repr(one.comms) == "<Comms []>"
+            await is_closed(one, ("127.0.0.1", wanted.ports[0]))
+
+
+async def test_a_comm_is_not_begun_after_the_end() -> None:
+    one = Node(1)
+    async with nodes(one):
+        await one.comms.close(Deadline.after_ms(15_000))
+        with pytest.raises(LLMException, match="finalized") as caught:
+            await one.meet(comm_name())
+        refused(caught, LLMStatusCode.LLM_ENGINE_FINALIZED)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvpull_async.status import LLMException, LLMStatusCode
-from tests.comm_nodes import FAILED, PREPARING, Node, apart, met, nodes, refused
+from tests.comm_nodes import FAILED, PREPARING, Node, apart, doors, is_closed, met, nodes, refused
 from tests.loop_nodes import event_log, eventually
 from tests.ranks import comm_name
 
@@ -48,7 +48,7 @@ async def test_what_was_left_is_not_entered_again_but_by_a_new_comm(side: int) -
         await ahead.meet(name)
         await behind.becomes(1, FAILED)
         await asyncio.sleep(0.2)
-        assert (ahead.now(2), behind.now(1)) == (PREPARING, FAILED)
+        assert (await ahead.now(2), await behind.now(1)) == (PREPARING, FAILED)
         await behind.comms.unlink(1)
         await behind.meet(name)
         await ahead.becomes(2)
@@ -69,6 +69,7 @@ async def test_unlinking_that_is_cancelled_leaves_nothing_either() -> None:
     one, two = Node(1), Node(2)
     async with nodes(one, two):
         name = comm_name()
+        port = one.wanted(name).ports[0]
         for turns in range(12):
             comms = await met(one, two, name)
             unlinking = asyncio.create_task(one.comms.unlink(comms[0]))
@@ -76,11 +77,12 @@ async def test_unlinking_that_is_cancelled_leaves_nothing_either() -> None:
                 await asyncio.sleep(0)
             unlinking.cancel()
             await asyncio.gather(unlinking, return_exceptions=True)
-            if one.comms._comms:  # cancelled before it began
+            if repr(one.comms) != "<Comms []>":  # cancelled before it began
                 await one.comms.unlink(comms[0])
             await two.becomes(comms[1], FAILED)
             await two.comms.unlink(comms[1])
-            await eventually(lambda: not (one.links.all() or two.links.all() or one.comms._ended))
+            await eventually(lambda: not (one.links.all() or two.links.all()))
+            await is_closed(two, ("127.0.0.1", port))
 
 
 async def test_unlink_clusters_ends_the_comm_on_both_sides() -> None:
@@ -91,7 +93,8 @@ async def test_unlink_clusters_ends_the_comm_on_both_sides() -> None:
             assert await one.unlink(2) is LLMStatusCode.LLM_SUCCESS
             await one.becomes(1, FAILED)
             await two.becomes(1, FAILED)
-            await events.first("comm.failed", text="has ended", comm_id=1)
+            await eventually(lambda: len(events.named("comm.failed", text="was unlinked")) == 2)
+            assert not events.warnings
 
 
 async def test_a_lost_link_comes_back_and_the_comm_with_it() -> None:
@@ -109,11 +112,17 @@ async def test_a_lost_link_comes_back_and_the_comm_with_it() -> None:
 
 async def test_a_comm_whose_link_stays_away_has_failed() -> None:
     one, two = Node(1), Node(2, rank_link_timeout_ms=300)
-    async with nodes(one, two):
-        await met(one, two, comm_name())
-        await one.die()
-        await two.becomes(1, PREPARING)
-        await two.becomes(1, FAILED)
+    with event_log() as events:
+        async with nodes(one, two):
+            await met(one, two, comm_name())
+            await one.die()
+            await two.becomes(1, PREPARING)
+            await two.becomes(1, FAILED)
+            link = two.links.find(1)
+            assert link is not None
+            two.links.end(link, "given up")
+            await events.first("comm.failed", text="has ended")
+        assert {event["event"] for event in events.warnings} == {"link.lost", "comm.failed"}
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
@@ -132,7 +141,7 @@ async def test_total_time_in_seconds_goes_before_the_timeout() -> None:
     async with nodes(node):
         await node.meet(comm_name())
         await asyncio.sleep(0.1)
-        assert node.now(1) is PREPARING
+        assert await node.now(1) is PREPARING
 
 
 async def test_an_existing_comm_is_not_made_twice_unless_it_has_failed() -> None:
@@ -145,22 +154,22 @@ async def test_an_existing_comm_is_not_made_twice_unless_it_has_failed() -> None
         refused(caught, LLMStatusCode.LLM_ALREADY_LINK)
         await one.becomes(1, FAILED)
         assert await one.meet(name) == 2
-        assert (one.now(1), one.now(2)) == (FAILED, PREPARING)
+        assert (await one.now(1), await one.now(2)) == (FAILED, PREPARING)
 
 
 async def test_p8_nothing_is_left_after_unlinking_or_closing() -> None:
     one, two = Node(1), Node(2)
     before = {task.get_name() for task in asyncio.all_tasks()}
-    async with nodes(one, two):
-        name = comm_name()
-        await met(one, two, name)
-        ports = [listener.address for listener in one.comms._find(1).listeners]
-        await two.comms.unlink(1)
-        await one.comms.unlink(1)
-        await eventually(lambda: {task.get_name() for task in asyncio.all_tasks()} == before)
-        for address in ports:
+    with event_log() as events:
+        async with nodes(one, two):
+            name = comm_name()
+            await met(one, two, name)
+            await two.comms.unlink(1)
+            await one.comms.unlink(1)
+            await eventually(lambda: {task.get_name() for task in asyncio.all_tasks()} == before)
+            (address,) = doors(events, name)
             with pytest.raises(ConnectionRefusedError):
                 await two.transport.dial(address)
-        await one.meet(name)
-        await two.meet(comm_name())
-    await eventually(lambda: {task.get_name() for task in asyncio.all_tasks()} == before)
+            await one.meet(name)
+            await two.meet(comm_name())
+        await eventually(lambda: {task.get_name() for task in asyncio.all_tasks()} == before)

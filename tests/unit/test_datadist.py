@@ -119,6 +119,18 @@ def test_names_that_nobody_knows_are_told_of_once() -> None:
     assert "hush" not in str(log.named("config.unknown_variable"))
 
 
+@pytest.mark.parametrize(("secret", "told"), [("hush", 1), ("hush, and on it goes", 0)])
+def test_a_short_secret_is_told_of_once_and_never_shown(secret: str, told: int) -> None:
+    with event_log() as log:
+        made = DataDist(LLMRole.DECODER, 7, dropped=None)
+        opening = made.start(options(link_secret=secret))
+        assert opening is not None
+        blocked(made.engine, opening)
+        close_bounded(made.engine)
+    assert len(log.named("config.weak_secret")) == told
+    assert "hush" not in str(log.named("config.weak_secret"))
+
+
 def test_of_many_threads_that_begin_or_end_it_one_does() -> None:
     made, engines, barrier = DataDist(LLMRole.DECODER, 1, dropped=None), [], threading.Barrier(8)
 

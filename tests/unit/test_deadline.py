@@ -9,7 +9,7 @@ import time
 import anyio
 import pytest
 
-from kvpull_async._deadline import NEVER, Deadline, absorb
+from kvpull_async._deadline import NEVER, Deadline, absorb, finish
 
 LONG_MS = 60_000
 
@@ -153,3 +153,44 @@ async def test_absorbing_under_a_cancelled_anyio_scope_waits_instead_of_spinning
         await counting
     assert turns > 10
     assert spent < 0.4
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_step_is_finished_before_its_cancellation_is_raised(times: int) -> None:
+    done: list[str] = []
+
+    async def step() -> None:
+        await asyncio.sleep(0.05)
+        done.append("step")
+
+    task = asyncio.create_task(finish(step(), Deadline.after_ms(LONG_MS)))
+    for _ in range(times):
+        await asyncio.sleep(0)
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == ["step"]
+
+
+async def test_a_step_that_is_not_cancelled_ends_or_fails_as_it_does() -> None:
+    async def fail() -> None:
+        raise OSError("no")
+
+    await finish(asyncio.sleep(0), Deadline.after_ms(LONG_MS))
+    with pytest.raises(OSError, match="no"):
+        await finish(fail(), Deadline.after_ms(LONG_MS))
+
+
+async def test_a_cancellation_waits_for_no_step_beyond_the_deadline() -> None:
+    waiting = asyncio.get_running_loop().create_future()
+
+    async def step() -> None:
+        await waiting
+
+    task = asyncio.create_task(finish(step(), Deadline.after_ms(20)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 20)
+    waiting.set_result(None)

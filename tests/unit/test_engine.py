@@ -20,7 +20,9 @@ from kvpull_async._deadline import Deadline
 from kvpull_async.config import Settings
 from kvpull_async.crossing import awaited, blocked
 from kvpull_async.engine import Engine, end, end_awaited, live_engines
+from kvpull_async.listening import listen
 from kvpull_async.managers.manager import Operation
+from kvpull_async.transport.base import Listener
 from kvpull_async.transport.tcp import TcpTransport
 from tests.duo import DECODER, PROMPT, SMALL, cluster, duo, engine_of, frozen, holds, node, options
 from tests.loop_nodes import event_log, eventually
@@ -111,6 +113,54 @@ async def test_an_address_that_is_taken_fails_init_and_leaves_nothing(transport:
         assert len(live_engines()) == 1
     await second.init(wanted)  # the address is free now, and `init` may be repeated
     await second.finalize()
+
+
+async def test_a_listener_that_is_opened_while_the_engine_ends_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, opened, go_on = Engine(settings(), dropped=None), threading.Event(), threading.Event()
+    addresses: list[tuple[str, int]] = []
+
+    async def slow(*arguments: Any) -> list[Listener]:
+        listeners = await listen(*arguments)
+        addresses.append(listeners[-1].address)
+        opened.set()
+        await eventually(go_on.is_set)
+        return listeners
+
+    monkeypatch.setattr(engine_module, "listen", slow)
+    listening = asyncio.create_task(awaited(engine, Operation("listen", lambda: engine.listen(("127.0.0.1", 0)))))
+    await eventually(opened.is_set)
+    await awaited(engine, Operation("close", engine.close))
+    go_on.set()
+    with pytest.raises(LLMException, match="finalized") as caught:
+        await listening
+    assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
+    assert engine.listen_address is None
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(addresses[0], timeout=BOUND)
+    await end_awaited(engine)
+
+
+async def test_listeners_that_were_closed_meanwhile_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, opened, go_on = Engine(settings(), dropped=None), threading.Event(), threading.Event()
+    try:
+        await awaited(engine, Operation("listen", lambda: engine.listen(("127.0.0.1", 0))))
+        old = engine.listen_address
+
+        async def slow(*arguments: Any) -> list[Listener]:
+            opened.set()
+            await eventually(go_on.is_set)
+            return await listen(*arguments)
+
+        monkeypatch.setattr(engine_module, "listen", slow)
+        listening = asyncio.create_task(awaited(engine, Operation("listen", lambda: engine.listen(("127.0.0.1", 0)))))
+        await eventually(opened.is_set)
+        await awaited(engine, Operation("stop", engine.stop_listening))
+        go_on.set()
+        await listening
+        assert {listener.address for listener in engine._listeners} == {engine.listen_address} != {old}
+    finally:
+        await awaited(engine, Operation("close", engine.close))
+        await end_awaited(engine)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

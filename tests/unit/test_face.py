@@ -66,7 +66,7 @@ def test_whatever_may_wait_is_a_coroutine() -> None:
 async def test_before_init_and_after_finalize_every_use_is_a_runtime_error() -> None:
     made = LLMDataDist(LLMRole.DECODER, DECODER)
     for _ in range(2):
-        for name in ("kv_cache_manager", "cache_manager", "counters", "listen_address"):
+        for name in ("kv_cache_manager", "cache_manager", "listen_address"):
             with pytest.raises(RuntimeError, match="init"):
                 getattr(made, name)
         for call in (
@@ -133,8 +133,20 @@ async def test_leaving_the_block_finalizes_also_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         async with made:
             await _init_and_fail(made)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="not initialised any more: call init"):
+        made.listen_address  # noqa: B018
+
+
+async def test_the_counters_are_there_still_when_it_has_ended() -> None:
+    made = LLMDataDist(LLMRole.DECODER, DECODER)
+    with pytest.raises(RuntimeError, match="init"):
         made.counters  # noqa: B018
+    for _ in range(2):
+        await made.init(options())
+        assert await made.unlink_clusters([]) == (LLMStatusCode.LLM_PARAM_INVALID, [])
+        before = made.counters
+        await made.finalize()
+        assert made.counters == before
 
 
 async def _init_and_fail(made: LLMDataDist) -> None:

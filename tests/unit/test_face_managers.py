@@ -181,3 +181,22 @@ async def test_what_is_reserved_never_seems_to_succeed() -> None:
         assert caught.value.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
         assert caught.value.operation == "remap_registered_memory"
         assert engine_of(made).counters.snapshot() == {}
+
+
+async def test_giving_up_a_cache_by_the_wrong_call_names_the_right_one() -> None:
+    memory, desc = np.zeros((8, 64), np.uint8), CacheDesc(1, [8, 64], DataType.DT_UINT8)
+    async with node(LLMRole.MIX, 1) as one:
+        manager = one.cache_manager
+        registered = await manager.register_blocks_cache(desc, [memory.ctypes.data])
+        blocks, entries = await manager.allocate_blocks_cache(desc), await manager.allocate_cache(desc)
+        for call, cache, right in (
+            (manager.deallocate_cache, registered, "use unregister_cache"),
+            (manager.deallocate_cache, blocks, "use deallocate_blocks_cache"),
+            (manager.deallocate_blocks_cache, entries, "use deallocate_cache"),
+        ):
+            with pytest.raises(LLMException, match=right) as caught:
+                await call(cache)
+            assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+        await manager.unregister_cache(registered.cache_id)
+        await manager.deallocate_blocks_cache(blocks)
+        await manager.deallocate_cache(entries)

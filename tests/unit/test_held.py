@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import mmap
 import threading
 import weakref
 
@@ -114,13 +115,55 @@ def test_addresses_are_looked_at_when_they_are_first_used() -> None:
     held = Held()
     assert not held.entry.reached
     held.entry.reach()
-    assert held.entry.reached
+    assert (held.entry.reached, held.entry.writable) == (True, False)
+    held.entry.reach(writing=True)
+    assert held.entry.writable
     wrong = at(4096)
-    for _ in range(2):
+    for writing in (False, True, False):
         with pytest.raises(LLMException, match="tensor 0") as caught:
-            wrong.reach()
+            wrong.reach(writing=writing)
         assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
         assert not wrong.reached
+        assert not wrong.writable
+
+
+def test_memory_that_was_read_is_looked_at_again_before_it_is_written() -> None:
+    constant = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ), np.uint8)
+    entry = at(constant.ctypes.data)
+    entry.reach()
+    with pytest.raises(LLMException, match="read-only"):
+        entry.reach(writing=True)
+    entry.reach()
+
+
+class Mover:
+    """A tensor that its library may give other memory."""
+
+    def __init__(self) -> None:
+        self.bytes = np.zeros(16, np.uint8)
+
+    def data_ptr(self) -> int:
+        return self.bytes.ctypes.data
+
+
+def test_a_tensor_that_moved_is_used_no_more_until_it_is_back() -> None:
+    array, mover = np.zeros(16, np.uint8), Mover()
+    addresses = [array.ctypes.data, mover.data_ptr()]
+    registry = Registry(HostMemory())
+    regions = registry.backend.adopt(addresses, tensor_nbytes=16, placement=Placement.HOST, owners=[array, mover])
+    entry = registry.add(CacheDesc(2, [2, 8], DataType.DT_INT8), regions, blocks=False)
+    entry.reach(writing=True)
+    assert entry.moved(range(2)) is None
+    registered, mover.bytes = mover.bytes, np.zeros(16, np.uint8)
+    for use in (entry.reach, lambda: entry.reach(writing=True), entry.views):
+        with pytest.raises(LLMException, match="tensor 1 of cache 1 moved while it was registered") as caught:
+            use()
+        assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    assert (entry.moved(range(2)), entry.moved(range(1))) == (1, None)
+    mover.bytes = registered
+    entry.reach(writing=True)
+    registry.release(entry)
+    assert entry.moved(range(2)) is None, "what told is let go, too"
 
 
 def test_what_keeps_the_callers_memory_goes_with_the_registration() -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvpull_async.protocol import frames
+from kvpull_async.protocol.session import WATCHES_LIMIT
 from kvpull_async.status import LLMException, LLMStatusCode
 from tests.loop_nodes import LaneScene, eventually
 from tests.wire import SAMPLES
@@ -102,18 +103,13 @@ async def test_a_peer_that_accepts_after_its_result_is_not_heard(scene: LaneScen
     assert not scene.lane.lost.done()
 
 
-async def test_an_answer_of_the_wrong_kind_ends_nothing_but_its_own_number(scene: LaneScene) -> None:
-    """A hostile peer: it may as well have been silent."""
+async def test_an_answer_of_the_wrong_kind_ends_the_connection_and_so_whoever_waits(scene: LaneScene) -> None:
+    """A hostile peer: better lost than waited for."""
     offered = scene.lane.offer(offer, accepted=Told())[2]
-    appeared = scene.lane.watch(watch)[2]
     scene.say(frames.Appeared(1))
-    scene.say(frames.Result(2, 0, "", unsafe=False))
-    await passed(scene)
-    assert not offered.done()
-    assert not appeared.done()
-    _, _, result = scene.lane.offer(offer, accepted=Told())
-    scene.say(msgspec.structs.replace(OK, request_id=3))
-    assert (await result).request_id == 3
+    with pytest.raises(LLMException, match="Appeared is no answer to what was asked"):
+        await asyncio.wait_for(offered, 20)
+    assert scene.lane.lost.done()
 
 
 async def test_an_offer_too_large_is_refused_here_and_takes_no_other_with_it(scene: LaneScene) -> None:
@@ -125,31 +121,68 @@ async def test_an_offer_too_large_is_refused_here_and_takes_no_other_with_it(sce
     await result
 
 
+async def waiter(scene: LaneScene, name: str = "a key") -> asyncio.Task[None]:
+    task = asyncio.ensure_future(scene.lane.appeared(name, watch))
+    await asyncio.sleep(0)
+    return task
+
+
 async def test_a_watch_ends_when_its_key_has_appeared(scene: LaneScene) -> None:
-    number, data, appeared = scene.lane.watch(watch)
-    decoder = frames.Decoder(1 << 20)
-    decoder.feed(data)
-    assert decoder.next_frame() == frames.Frame(watch(number), b"")
+    waiting = await waiter(scene)
+    assert await scene.heard(frames.Watch) == watch(1)
     await passed(scene)
-    assert not appeared.done()
-    scene.say(frames.Appeared(number))
-    await appeared
+    assert not waiting.done()
+    scene.say(frames.Appeared(1))
+    await asyncio.wait_for(waiting, 20)
 
 
-async def test_a_watch_that_was_given_up_is_taken_back_at_the_peer(scene: LaneScene) -> None:
-    number, _, appeared = scene.lane.watch(watch)
-    scene.lane.give_up(number, tell=True)
-    assert await scene.heard(frames.Cancel) == frames.Cancel(number)
-    scene.say(frames.Appeared(number))
+async def test_those_who_wait_for_one_name_share_a_watch(scene: LaneScene) -> None:
+    first, second, third = [await waiter(scene, "one") for _ in range(3)]
+    assert await scene.heard(frames.Watch) == watch(1)
+    other = await waiter(scene, "other")
+    assert await scene.heard(frames.Watch) == watch(2)
+    first.cancel()
     await passed(scene)
-    assert not appeared.done()
+    assert not second.done()
+    scene.say(frames.Appeared(1))
+    await asyncio.wait_for(asyncio.gather(second, third), 20)
+    assert not other.done()
+    scene.say(frames.Appeared(2))
+    await asyncio.wait_for(other, 20)
+    again = await waiter(scene, "one")
+    assert await scene.heard(frames.Watch) == watch(3)
+    again.cancel()
+
+
+async def test_a_watch_that_nobody_waits_for_any_more_is_taken_back_at_the_peer(scene: LaneScene) -> None:
+    one, two = await waiter(scene), await waiter(scene)
+    one.cancel()
+    await passed(scene)
+    two.cancel()
+    assert await scene.heard(frames.Cancel) == frames.Cancel(1)
+    scene.say(frames.Appeared(1))
+    await passed(scene)
     assert not scene.lane.lost.done()
+
+
+async def test_more_names_than_the_peer_takes_are_refused_here(scene: LaneScene) -> None:
+    waiting = [await waiter(scene, str(number)) for number in range(WATCHES_LIMIT)]
+    with pytest.raises(LLMException, match="waited for") as caught:
+        await scene.lane.appeared("one more", watch)
+    assert caught.value.status_code == LLMStatusCode.LLM_LINK_BUSY
+    assert caught.value.retry_safe
+    assert not scene.lane.lost.done()
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    last = await waiter(scene, "one more")
+    last.cancel()
 
 
 async def test_the_end_of_the_connection_ends_offers_and_watches_each_with_an_error_of_its_own(
     scene: LaneScene,
 ) -> None:
-    waiting: list[asyncio.Future[Any]] = [scene.lane.offer(offer, accepted=Told())[2], scene.lane.watch(watch)[2]]
+    waiting: list[asyncio.Future[Any]] = [scene.lane.offer(offer, accepted=Told())[2], await waiter(scene)]
     scene.channel.feed(ConnectionResetError("reset"))
     errors = [await asyncio.wait_for(asyncio.gather(one, return_exceptions=True), 20) for one in waiting]
     assert [str(error) for (error,) in errors] == ["the connection broke: reset"] * 2
@@ -157,4 +190,4 @@ async def test_the_end_of_the_connection_ends_offers_and_watches_each_with_an_er
     with pytest.raises(LLMException, match="the connection broke: reset"):
         scene.lane.offer(offer, accepted=Told())
     with pytest.raises(LLMException, match="the connection broke: reset"):
-        scene.lane.watch(watch)
+        await scene.lane.appeared("a key", watch)

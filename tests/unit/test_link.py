@@ -57,7 +57,7 @@ async def lose(link: Link) -> None:
     """Break the link's connections and wait until it has noticed."""
     for lane in list(link._lanes.values()):
         lane.channel.abort()
-    await eventually(lambda: link.state is not LinkState.READY or link._lost_at > 0)
+    await eventually(lambda: link.state is not LinkState.READY or link.lost_at > 0)
 
 
 def served_by(node: LoopNode) -> RecordingServer:

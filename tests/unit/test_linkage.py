@@ -8,11 +8,12 @@ import errno
 
 import pytest
 
-from kvpull_async.linkage import LinkState, Route, broken, connect_error, first, text
+from kvpull_async._deadline import Deadline
+from kvpull_async.linkage import LinkState, Route, broken, connect_error, first, lost_with, text
 from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.transport.inproc import InprocTransport
-from tests.loop_nodes import LoopNode, ScriptedChannel, loop_nodes
+from tests.loop_nodes import LaneScene, LoopNode, ScriptedChannel, loop_nodes
 
 HERE = ("127.0.0.1", 9)
 
@@ -98,3 +99,24 @@ def test_p10_a_destination_that_cannot_be_written_is_no_trouble_of_the_links() -
     other = broken(ConnectionResetError("gone"), None, "10.0.0.1:1")
     assert other.status_code == LLMStatusCode.LLM_LINK_FAILED
     assert other.retry_safe
+
+
+def test_p10_a_source_that_cannot_be_read_is_no_trouble_of_the_links() -> None:
+    error = broken(OSError(errno.EFAULT, "Bad address"), None, "10.0.0.1:1", push=True)
+    assert (error.status_code, error.retry_safe) == (LLMStatusCode.LLM_PARAM_INVALID, False)
+    assert str(error).startswith("the source's memory cannot be read")
+
+
+@pytest.mark.parametrize(("push", "way"), [(False, "from"), (True, "to")])
+def test_a_transfer_that_breaks_is_told_with_its_direction(push: bool, way: str) -> None:
+    error = broken(ConnectionResetError("gone"), None, "10.0.0.1:1", push=push)
+    assert str(error) == f"the transfer {way} 10.0.0.1:1 broke: gone"
+
+
+async def test_whether_a_whole_connection_is_lost_shows_within_the_deadline() -> None:
+    scene = await LaneScene().greet()
+    assert not await lost_with(scene.lane, Deadline.after_ms(10))
+    asyncio.get_running_loop().call_later(0.01, scene.lane.abort, "reset")
+    assert await lost_with(scene.lane, Deadline.after_ms(20_000))
+    assert await lost_with(scene.lane, Deadline.after_ms(0))
+    await asyncio.gather(*scene.lane.tasks, return_exceptions=True)

@@ -1,14 +1,16 @@
-"""Users of links, and targets asked for at once."""
+"""Users of links, what is answered for targets, and targets asked for at once."""
 
 from __future__ import annotations
 
 import asyncio
 
+from kvpull_async._deadline import Deadline
 from kvpull_async.link import Link
 from kvpull_async.linkage import LinkState
-from kvpull_async.linked import ORDINARY, Target, Users, each
+from kvpull_async.linked import ORDINARY, Answers, Changes, Target, Users, each
+from kvpull_async.observe import Counters, Log
 from kvpull_async.status import LLMStatusCode
-from tests.loop_nodes import LoopNode, loop_nodes
+from tests.loop_nodes import LoopNode, event_log, loop_nodes
 
 
 async def test_users_of_a_link_come_and_go() -> None:
@@ -37,6 +39,32 @@ async def test_of_two_links_to_a_cluster_the_one_that_works_is_a_users() -> None
         for link in (dead, alive, dead):
             users.add(link, 7)
         assert users.link(7, 2) is alive
+
+
+def test_each_answer_has_its_event_its_count_and_its_reason() -> None:
+    counters, status = Counters(), LLMStatusCode.LLM_ALREADY_LINK
+    answers, target = Answers(Log(local_cluster_id=1), counters), Target(3, ("127.0.0.1", 9))
+    with event_log() as events:
+        for number, answer in enumerate((answers.failed, answers.already, answers.stayed)):
+            assert answer(target, f"reason {number}", status) is status
+            assert answers.reasons == {3: f"reason {number}"}
+    assert [event["event"] for event in events.events] == ["link.failed", "link.already", "link.unlink_failed"]
+    assert events.warnings == [events.events[0], events.events[2]]
+    common = {"local_cluster_id": 1, "cluster_id": 3, "peer": "127.0.0.1:9", "status": "LLM_ALREADY_LINK"}
+    assert all(common.items() <= event.items() for event in events.events)
+    assert counters.snapshot() == {"links_failed": 1, "unlinks_failed": 1}
+
+
+async def test_everybody_who_waits_for_a_change_is_woken_or_waits_no_longer_than_the_deadline() -> None:
+    changes = Changes()
+    waiting = [asyncio.create_task(changes.next(Deadline.after_ms(20_000))) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert repr(changes) == "<Changes waiting=2>"
+    changes.tell()
+    changes.tell()
+    await asyncio.wait_for(asyncio.gather(*waiting), 10)
+    await changes.next(Deadline.after_ms(1))
+    assert repr(changes) == "<Changes waiting=0>"
 
 
 async def test_all_are_asked_at_once_and_answer_in_order() -> None:

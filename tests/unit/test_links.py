@@ -140,12 +140,16 @@ async def test_a_peer_that_listens_later_is_found_by_a_retry() -> None:
 
 async def test_a_second_dial_to_a_linked_id_is_refused_from_both_sides() -> None:
     one, two, other = LoopNode(1), LoopNode(2), LoopNode(2)
-    async with loop_nodes(one, two, other):
-        assert await one.link(two) == [OK]
-        assert await one.link(two) == [ALREADY]
-        assert await one.link(other) == [ALREADY]
-        assert await two.link(one) == [ALREADY]
-        assert ready(one, two, other) == [1, 1, 0]
+    with event_log() as events:
+        async with loop_nodes(one, two, other):
+            assert await one.link(two) == [OK]
+            assert await one.link(two) == [ALREADY]
+            assert await one.link(other) == [ALREADY]
+            assert await two.link(one) == [ALREADY]
+            assert ready(one, two, other) == [1, 1, 0]
+            assert len(events.named("link.already", text="is linked already, to ", status="LLM_ALREADY_LINK")) == 3
+        assert events.warnings == []
+        assert "links_failed" not in one.counters.snapshot()
 
 
 async def test_the_wrong_cluster_id_is_named_on_both_sides() -> None:
@@ -379,7 +383,7 @@ async def test_two_sides_that_dial_each_other_after_a_lost_link_end_with_one_lin
         async with loop_nodes(one, two):
             await one.link(two)
             for link in one.links.all():
-                link.wave = lambda: None  # type: ignore[method-assign]  # the goodbye is lost
+                link.wave = lambda **_: None  # type: ignore[method-assign]  # the goodbye is lost
             await one.unlink(2, force=True)
             await eventually(lambda left=two: ready(left) == [0])
             linking = asyncio.create_task(one.link(two))

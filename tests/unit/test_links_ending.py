@@ -114,7 +114,7 @@ async def test_p4_an_unlink_that_is_cancelled_leaves_the_link_as_it_was() -> Non
         assert link_of(one, 2) is link
         await asyncio.wait_for(link._fifo.acquire(), 20)
         link._fifo.release()
-        assert link._closed_with is None
+        assert not link.leaving
         assert await one.unlink(2) == OK
 
 
@@ -138,7 +138,9 @@ async def test_a_dead_peer_cannot_be_told_but_can_be_forced(side: str) -> None:
             await dying.die()
             await eventually(lambda: link_of(staying, other).state is not LinkState.READY)
             assert await staying.unlink(other) == CODES.unreachable_unlink
-            await events.first("link.failed", text="could not be told to unlink: the link is down")
+            reason = "could not be told to unlink: the link is down"
+            await events.first("link.unlink_failed", text=reason, cluster_id=other)
+            assert not events.named("link.failed")
             assert staying.links.find(other) is not None
             assert await staying.unlink(other, force=True) == OK
             assert await staying.unlink(other, force=True) == CODES.unknown_unlink
@@ -238,7 +240,7 @@ async def test_two_sides_of_which_each_would_let_the_other_one_wait_do_not() -> 
     one, two = LoopNode(1, incarnation=b"\x01" * 16), LoopNode(2, incarnation=b"\xfe" * 16)
     async with loop_nodes(one, two):
         await one.link(two)
-        link_of(two, 1).wave = lambda: None  # type: ignore[method-assign]  # the goodbye is lost
+        link_of(two, 1).wave = lambda **_: None  # type: ignore[method-assign]  # the goodbye is lost
         await two.unlink(1, force=True)
         assert await two.link(one, timeout_ms=3000) == [OK]
         await connected(one, two)
@@ -309,7 +311,7 @@ async def test_a_peer_that_was_away_before_is_given_its_full_time_again(monkeypa
         link = link_of(one, 2)
         monkeypatch.setattr("kvpull_async.link._INCOMING_KEPT", 0.3)
         cut(one)
-        await eventually(lambda: link._lost_at > 0)
+        await eventually(lambda: link.lost_at > 0)
         await connected(one, two)
         monkeypatch.setattr("kvpull_async.link._INCOMING_KEPT", 60.0)
         await two.die()

@@ -220,7 +220,7 @@ def test_counters_add_up_and_a_snapshot_is_a_copy() -> None:
 
 # -- the report of one pull --------------------------------------------------------------------------------------------
 
-STABLE = {"operation", "pull_id", "cluster_id", "peer", "path", "bytes", "elapsed_ms"}
+STABLE = {"operation", "pull_id", "local_cluster_id", "cluster_id", "key", "peer", "path", "bytes", "elapsed_ms"}
 
 
 def report(**fields: Any) -> Report:
@@ -253,7 +253,7 @@ def test_a_finished_pull_has_the_stable_fields(captured: list[dict[str, Any]]) -
     assert (started["event"], finished["event"]) == ("pull.started", "pull.finished")
     assert {started["level"], finished["level"]} == {"debug"}
     assert set(finished) == STABLE | {"level", "event", "traceparent", "copy_ms"}
-    assert set(started) == set(finished) - {"bytes", "elapsed_ms"}
+    assert set(started) == set(finished) - {"bytes", "elapsed_ms", "peer", "path"}
     assert (finished["bytes"], finished["peer"], finished["path"]) == (4096, "127.0.0.1:9", "tcp")
     assert finished["elapsed_ms"] >= 0
 
@@ -280,6 +280,32 @@ def test_the_callers_own_wish_is_no_warning(captured: list[dict[str, Any]], erro
     report().failed_event(error)
     assert captured[0]["level"] == "debug"
     assert captured[0]["event"] == "pull.failed"
+
+
+def test_a_report_names_its_node_its_key_and_what_it_is_part_of(captured: list[dict[str, Any]]) -> None:
+    told = report(local_cluster_id=7, key=lambda: "request:5:0", part_of={"transfer_id": "t", "layer": 0})
+    told.started_event()
+    told.finished_event()
+    told.failed_event(LLMException("no"))
+    for event in captured:
+        assert (event["local_cluster_id"], event["key"]) == (7, "request:5:0")
+        assert (event["transfer_id"], event["layer"]) == ("t", 0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        (("request", 7, 3), "request:7:3"),
+        (("prefix", 9), "prefix:9:0"),
+        (("cache", 5, 0, 2), "cache:5:0:2"),
+        (("cache", -1, 0, 0), "cache:-1:0"),
+        (("blocks", 0, 4), "blocks:0:4"),
+        (("address", 4096), "address:0x1000"),
+        (("address", -4096, 1, 2), "address:-0x1000"),
+    ],
+)
+def test_a_key_has_a_short_name(numbers: Any, text: str) -> None:
+    assert observe.key_text(*numbers) == text
 
 
 def test_a_cancellation_that_came_too_late_is_marked(captured: list[dict[str, Any]]) -> None:

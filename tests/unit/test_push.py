@@ -76,10 +76,10 @@ async def test_the_offer_says_what_comes_how_and_within_which_time(bench: PushBe
     )
     assert 0 < offer.remaining_ms <= LONG_MS
     assert (offer.inline, offer.begun, offer.ticket) == (
-        way == "inline", way == "begun", b"ticket" if way == "ticket" else None,
+        way in ("inline", "at once"), way == "begun", b"ticket" if way == "ticket" else None,
     )  # fmt: skip
     assert offer.src_blocks == (5 if way == "ticket" else 0)  # of no use to who does not read by itself
-    assert made.tail == {"inline": bench.expected, "ticket": b"rows" * 10}.get(way, b"")
+    assert made.tail == (bench.expected if offer.inline else b"rows" * 10 if way == "ticket" else b"")
 
 
 async def test_every_push_is_offered_under_a_name_of_its_own_which_the_path_forgets(bench: PushBench) -> None:
@@ -267,7 +267,7 @@ async def test_a_receiver_that_accepts_too_late_gets_nothing() -> None:
     await bench.link.close()
 
 
-@pytest.mark.parametrize("way", ["inline", "ticket", "begun"])
+@pytest.mark.parametrize("way", ["at once", "inline", "ticket", "begun"])
 async def test_a_receiver_that_was_not_asked_whether_it_is_ready_starts_nothing(way: str) -> None:
     bench = PushBench(way)
     bench.link.silent = True

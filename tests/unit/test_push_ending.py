@@ -5,6 +5,7 @@ that cannot be stopped.
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 
 import pytest
@@ -148,16 +149,25 @@ async def test_an_offer_that_could_not_be_sent_changes_nothing_at_the_receiver(b
     await bench.next_one()
 
 
-async def test_a_path_that_breaks_when_the_receiver_is_ready_ends_the_push() -> None:
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (ConnectionError("there is no payload connection"), LINK_FAILED),
+        (RuntimeError("can't start new thread"), LLMStatusCode.LLM_FAILED),
+    ],
+)
+async def test_a_path_that_breaks_when_the_receiver_is_ready_ends_the_push(
+    failure: Exception, status: LLMStatusCode
+) -> None:
     bench = PushBench("accepted")
-    bench.link.path.broken = ConnectionError("there is no payload connection")
+    bench.link.path.broken = failure
     bench.link.silent = True
     task = asyncio.ensure_future(bench.push().run())
     await eventually(lambda: bool(bench.link.lane.heard))
     bench.link.lane.heard[0].accepted()
-    with pytest.raises(LLMException, match="there is no payload connection") as caught:
+    with pytest.raises(LLMException, match=str(failure)) as caught:
         await task
-    assert (caught.value.status_code, caught.value.destination_unsafe) == (LINK_FAILED, False)
+    assert (caught.value.status_code, caught.value.destination_unsafe) == (status, False)
     assert bench.link.lane.cancels == [1]
     bench.quiet()
     bench.link.path.broken = None
@@ -193,6 +203,43 @@ async def test_a_source_that_is_taken_away_cuts_the_push(bench: PushBench) -> No
     assert bench.link.lane.cancels == [1]
     await eventually(lambda: not bench.entry.busy)
     bench.quiet()
+
+
+async def test_a_source_that_cannot_be_read_is_told_and_not_what_the_receiver_makes_of_it(sent: PushBench) -> None:
+    """Which sees its connection end, and nothing more."""
+    sent.link.silent = True
+    task = asyncio.ensure_future(sent.push().run())
+    await eventually(lambda: bool(sent.link.lane.heard))
+    (made,) = sent.link.lane.heard
+    made.accepted()
+    sending(sent).breaks(OSError(errno.EFAULT, "Bad address"))
+    made.result.set_result(frames.Result(1, int(LINK_FAILED), "the peer closed the payload connection", unsafe=False))
+    with pytest.raises(LLMException, match="the source's memory cannot be read") as caught:
+        await task
+    error = caught.value
+    assert error.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    assert (error.retry_safe, error.destination_unsafe) == (False, False)
+    await eventually(lambda: not sent.entry.busy)
+    sent.quiet()
+    await sent.next_one()
+
+
+async def test_p3_neither_the_receiver_nor_what_is_read_here_holds_a_cancelled_push_longer_than_promised(
+    sent: PushBench,
+) -> None:
+    sent.link.stuck = sent.link.stubborn = sent.link.silent = sent.link.deaf = True
+    sent.link.settle_timeout = 0.4
+    task = asyncio.ensure_future(sent.push().run())
+    await eventually(lambda: bool(sent.link.lane.heard))
+    if sent.link.way == "accepted":
+        sent.link.lane.heard[0].accepted()
+    began = time.monotonic()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert time.monotonic() - began < 2 * sent.link.settle_timeout
+    sending(sent).stuck = False
+    await eventually(lambda: not sent.entry.busy)
 
 
 async def test_p7_memory_that_is_still_read_is_kept_however_the_push_ended(sent: PushBench) -> None:

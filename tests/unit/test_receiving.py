@@ -86,6 +86,35 @@ async def test_bytes_that_ride_on_the_offer_land_where_it_says() -> None:
     assert not scene.entry.busy
 
 
+async def test_few_bytes_that_ride_on_an_offer_are_taken_on_the_spot() -> None:
+    """But not before what came earlier, and others have their turns between many."""
+    scene = Scene()
+    for number in range(1, 12):
+        scene.offer(number, BYTES)
+    assert [result.request_id for result in scene.of(frames.Result)] == list(range(1, 9))
+    await scene.result(11)
+    assert [result.request_id for result in scene.of(frames.Result)] == list(range(1, 12))
+    assert landed(scene)
+    scene.lane.turns += 1
+    scene.offer(12, **STREAMED)
+    scene.offer(13, BYTES)
+    assert len(scene.of(frames.Result)) == 11
+    await eventually(lambda: bool(scene.path.transfers))
+    scene.path.transfers[0].land(BYTES)
+    assert (await scene.result(13)).status == OK
+    await eventually(lambda: sorted(scene.lane.ended) == list(range(1, 14)))
+
+
+async def test_an_offer_to_addresses_is_told_under_the_first() -> None:
+    scene = Scene()
+    first, second = (region.address for region in scene.entry.regions)
+    with event_log() as events:
+        scene.offer(1, table(second, first) + BYTES, key="address", identity=0, entry=0)
+        await events.first("receive.finished", key=f"address:{second:#x}")
+        scene.offer(2, table(4096, first) + BYTES, key="address", identity=0, entry=0)
+        await events.first("receive.refused", key="address:0x1000")
+
+
 @pytest.mark.parametrize("shape", [[2, 100_000], [2000, 10]], ids=["many bytes", "many rows"])
 async def test_much_that_rides_on_the_offer_is_copied_by_a_worker(shape: list[int]) -> None:
     scene = Scene()

@@ -5,6 +5,7 @@ cannot be stopped. Whatever happens, one RESULT says so once nothing writes any 
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import Any
 
 import pytest
@@ -36,13 +37,20 @@ from tests.unit.test_receiving import (
 async def test_a_transfer_that_breaks_is_told_with_its_reason_and_so_is_one_whose_rows_do_not_fit() -> None:
     scene = Scene()
     for number, (error, status) in enumerate(
-        [(ConnectionResetError("reset"), LINK_FAILED), (ValueError("outside a cache"), PARAM_INVALID)], 1
+        [
+            (ConnectionResetError("reset"), LINK_FAILED),
+            (OSError(errno.EFAULT, "Bad address"), PARAM_INVALID),
+            (ValueError("outside a cache"), PARAM_INVALID),
+        ],
+        1,
     ):
         scene.offer(number, **STREAMED)
         await eventually(lambda number=number: len(scene.path.transfers) == number)
         scene.path.transfers[-1].finish(error)  # type: ignore[arg-type]
         result = await scene.result(number)
-        assert (result.status, result.reason, result.unsafe) == (status, str(error), False)
+        assert (result.status, result.unsafe) == (status, False)
+        assert str(error) in result.reason
+        assert ("the destination's memory cannot be written" in result.reason) is ("Bad address" in str(error))
     await goes_on(scene)
 
 
@@ -188,6 +196,23 @@ async def test_p1_what_cannot_be_stopped_quarantines_the_destination_and_the_sen
     assert await scene.entry.idle(Deadline.after_ms(20_000))
 
 
+async def test_p1_a_quarantine_that_begins_while_another_is_waited_for_is_waited_for_too() -> None:
+    scene = Scene()
+    other = allocated(scene, [2, STRIDE])
+    writers: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    other.quarantine(writers[1])
+    addresses = table(scene.entry.regions[0].address + STRIDE, other.regions[0].address)
+    scene.offer(1, addresses + BYTES, key="address")
+    await asyncio.sleep(0.01)
+    scene.entry.quarantine(writers[0])
+    writers[1].set_result(None)
+    await asyncio.sleep(0.01)
+    assert (scene.lane.said, untouched(scene)) == ([], True)
+    writers[0].set_result(None)
+    assert (await scene.result(1)).status == OK
+    await eventually(lambda: not scene.entry.busy and not other.busy)
+
+
 async def test_p1_over_a_stubborn_path_a_withdrawn_push_is_unsafe_until_its_last_byte() -> None:
     scene = Scene(settle_timeout=0.03)
     scene.serving._receiving._path = StubbornPath(scene.path)
@@ -225,6 +250,29 @@ async def test_bytes_that_may_be_on_their_way_are_not_left_in_the_path() -> None
     scene.offer(2, BYTES, identity=77)
     scene.offer(3, identity=77, **READ)
     await scene.result(3)
+    assert scene.path.given_up == 1
+
+
+async def test_p4_a_sender_that_has_no_connection_is_given_a_new_one() -> None:
+    """What this side believes to have is of no use then."""
+    scene = Scene()
+    scene.offer(1, inline=False)
+    await scene.heard(frames.Accept)
+    assert scene.path.given_up == 1
+    await eventually(lambda: bool(scene.path.transfers))
+    scene.path.transfers[0].land(BYTES)
+    await scene.result(1)
+
+
+async def test_p4_the_bytes_of_an_offer_that_is_cancelled_late_or_never_taken_are_given_up() -> None:
+    scene = Scene()
+    scene.offer(1, **STREAMED)
+    scene.serving.receive(frames.Cancel(1), b"")  # before its task has begun
+    assert scene.path.given_up == 1
+    assert (await scene.result(1)).status == LLMStatusCode.LLM_LINK_FAILED
+    scene.offer(2, BYTES)
+    await scene.result(2)
+    scene.serving.receive(frames.Cancel(2), b"")  # it rode inside the offer
     assert scene.path.given_up == 1
 
 

@@ -227,6 +227,26 @@ async def test_what_is_not_here_is_refused_with_its_status_and_told() -> None:
     assert scene.counters.snapshot() == {"serves_refused": 1}
 
 
+@pytest.mark.parametrize("inline_limit", [0, 10_000], ids=["in turn", "on the spot"])
+async def test_a_refusal_that_the_puller_waits_upon_is_no_failure(inline_limit: int) -> None:
+    scene = Scene(inline_limit=inline_limit)
+    with event_log() as events:
+        scene.ask(1, identity=99, waits=True, inline_limit=inline_limit)
+        (refusal,) = await scene.heard(frames.Refuse)
+        await events.first("serve.awaited", text="is not here", pull_id="0123456789abcdef", key="request:99:0")
+        assert not events.named("serve.refused")
+    assert refusal.status == NOT_EXIST
+    assert scene.counters.snapshot() == {"serves_awaited": 1}
+
+
+async def test_what_waiting_does_not_help_is_refused_to_who_waits_too() -> None:
+    scene = Scene()
+    with event_log() as events:
+        scene.ask(1, tensors=9, waits=True)
+        await events.first("serve.refused", status="LLM_PARAM_INVALID")
+    assert scene.counters.snapshot() == {"serves_refused": 1}
+
+
 async def test_a_path_that_cannot_carry_refuses() -> None:
     scene = Scene()
     scene.path.broken = ConnectionError("there is no payload connection")

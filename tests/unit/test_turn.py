@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpull_async._deadline import Deadline
+from kvpull_async.memory.host import HostMemory
 from kvpull_async.observe import Report
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.turn import GRACE, Turn, cause_of
+from kvpull_async.values import CacheDesc, DataType, Placement
 from tests.loop_nodes import eventually
 from tests.serving import Scene
 
@@ -160,6 +165,18 @@ async def test_a_released_cache_is_not_used() -> None:
     scene.registry.discard(scene.entry)
     error = await failure(Wait(scene, forever))
     assert (str(error), error.status_code) == (f"cache {scene.entry.cache_id} was released", NOT_EXIST)
+
+
+async def test_memory_that_may_only_be_read_is_good_for_turns_that_read_it() -> None:
+    scene, constant = Scene(), np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ), np.uint8)
+    regions = HostMemory().adopt([constant.ctypes.data], tensor_nbytes=16, placement=Placement.HOST)
+    scene.entry = scene.registry.add(CacheDesc(1, [2, 8], DataType.DT_INT8), regions, blocks=False)
+    await Wait(scene, partial(asyncio.sleep, 0)).run()
+    writer = Wait(scene, partial(asyncio.sleep, 0))
+    writer.writes = True
+    error = await failure(writer)
+    assert (error.status_code, scene.entry.busy) == (LLMStatusCode.LLM_PARAM_INVALID, False)
+    assert "read-only" in str(error)
 
 
 async def test_a_cache_that_is_taken_away_ends_what_uses_it() -> None:

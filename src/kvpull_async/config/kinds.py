@@ -128,10 +128,16 @@ def _one_of(*allowed: str) -> Kind:
 
 
 def secret(name: str, text: str) -> str:
-    """*text*, which must not be empty: that would be no secret at all."""
-    if not text:
-        raise ValueError(f"{name} must not be empty")
+    """*text*, which must not be empty or white space alone: that would be no secret at all."""
+    if not text.strip():
+        raise ValueError(f"{name} must not be empty, or white space alone")
     return text
+
+
+def secret_or_none(name: str, value: object) -> str:
+    """*value*, a secret, or "" for none. LLM_PARAM_INVALID for one of white space alone."""
+    text = string(name, value)
+    return read(secret, name, text) if text else text
 
 
 def rank_hosts(name: str, value: object) -> str:
@@ -159,7 +165,7 @@ def is_ipv4(text: object) -> bool:
 
 
 OWN = {
-    "link_secret": Kind(string, lambda text: text or None, secret),
+    "link_secret": Kind(secret_or_none, lambda text: text or None, secret),
     "allow_insecure_network": Kind(boolean, lambda value: str(int(value)), flag),
     "link_busy_policy": _one_of("queue", "raise"),
     "queue_limit": _numbers(low=1),

@@ -20,14 +20,26 @@ _DEFAULTS = {field.name: field.default for field in fields(settings.Settings)}
 
 
 class _Option(Checked[T]):
-    """A property with an option key. ``render`` gives its text, or None when the value counts as not set."""
+    """A property with an option key. ``render`` gives its text, or None when the value counts as not set.
+
+    Its ``__doc__`` is the text given, and then by which other names the option goes.
+    """
 
     def __init__(
-        self, key: str, check: Callable[[str, object], T], render: Callable[[T], str | None], *, default: T
+        self,
+        key: str,
+        check: Callable[[str, object], T],
+        render: Callable[[T], str | None],
+        text: str,
+        *,
+        default: T,
+        variable: str = "",
     ) -> None:
         super().__init__(check, default=default)
         self.key = key
         self.render = render
+        names = f"Option {key}" + (f", environment {variable}" if variable else "")
+        self.__doc__ = f"{text}\n\n{names}; {default!r} unless set."
 
     def __delete__(self, obj: object) -> None:
         vars(obj).pop(self._name, None)
@@ -39,23 +51,23 @@ class _Option(Checked[T]):
             options[self.key] = text
 
 
-def _own(name: str, *, default: Any = None) -> _Option[Any]:
-    kind = kinds.OWN[name]
+def _own(name: str, text: str, *, default: Any = None) -> _Option[Any]:
+    kind, variable = kinds.OWN[name], kinds.own_variable(name)
     if default is None:
         default = _DEFAULTS[settings.own_field(name)]
-    return _Option(kinds.own_key(name), kind.check, kind.render, default=default)
+    return _Option(kinds.own_key(name), kind.check, kind.render, text, default=default, variable=variable)
 
 
-def _text(key: str) -> _Option[str]:
-    return _Option(key, kinds.string, lambda text: text or None, default="")
+def _text(key: str, text: str) -> _Option[str]:
+    return _Option(key, kinds.string, lambda value: value or None, text, default="")
 
 
-def _switch(key: str) -> _Option[bool | None]:
-    return _Option(key, _optional_bool, lambda value: None if value is None else str(int(value)), default=False)
+def _switch(key: str, text: str) -> _Option[bool | None]:
+    return _Option(key, _optional_bool, lambda value: None if value is None else str(int(value)), text, default=False)
 
 
 def _uint32(key: str) -> _Option[int | None]:
-    return _Option(key, uint32, str, default=None)
+    return _Option(key, uint32, str, "uint32. Accepted, without a meaning here.", default=None)
 
 
 def _optional_bool(name: str, value: object) -> bool | None:
@@ -122,6 +134,7 @@ class LLMConfig:
     LLMException(LLM_PARAM_INVALID) for a wrong value. ``del config.name``, or "" for a text, takes a value back.
     Names and defaults are those of the LLM-DataDist documentation; the last group is this project's own, and each of
     its members may come from the environment instead (``settle_timeout``: ``KVPULL_SETTLE_TIMEOUT``).
+    ``LLMConfig.settle_timeout.__doc__`` says what it does; docs/options.md has them all.
     Differs from the original: another name is an AttributeError, since a misspelt option would silently be none.
     """
 
@@ -133,88 +146,143 @@ class LLMConfig:
         super().__setattr__(name, value)
 
     device_id: _Option[int | list[int] | tuple[int, ...] | None] = _Option(
-        settings.DEVICES, _devices, _join, default=None
+        settings.DEVICES,
+        _devices,
+        _join,
+        "Device id, or list or tuple of them (int32, not negative). A label, unless an NPU is there.",
+        default=None,
     )
-    """Device id, or list or tuple of them (int32, not negative). A label, unless an NPU is there."""
-    sync_kv_timeout: _Option[int | str | None] = _Option(settings.SYNC_TIMEOUT, _wait_time, str, default=None)
-    """Deadline of a pull in ms, above 0, int32; a digit string is taken too. Without it 1000 ms count."""
-    deploy_res_path: _Option[str] = _text("llm.deployResPath")
-    """Accepted, without a meaning here."""
-    buf_pool_cfg: _Option[str] = _text("llm.BufPoolCfg")
-    """Accepted, without a meaning here."""
-    mem_pool_cfg: _Option[str] = _text(settings.DEVICE_POOL)
-    """Budget of device memory as JSON: ``{"memory_size": bytes, "page_shift": 10..30}``; unlimited without it."""
-    host_mem_pool_cfg: _Option[str] = _text(settings.HOST_POOL)
-    """Budget of host memory, in the form of ``mem_pool_cfg``."""
-    enable_cache_manager: _Option[bool | None] = _switch(settings.CACHE_MANAGER)
-    """Whether ``cache_manager`` is the manager in use; else it is ``kv_cache_manager``. None takes the value back."""
-    enable_remote_cache_accessible: _Option[bool | None] = _switch(settings.REMOTE_ACCESS)
-    """Whether pulls may read without asking the source. None takes the value back."""
-    listen_ip_info: _Option[str] = _text(settings.LISTEN)
-    """``ip:port`` to listen on."""
-    link_total_time: _Option[int] = _Option(settings.TOTAL_TIME, _bounded(0, 2**32 - 1), str, default=0)
-    """Seconds that the members of a ``link`` have to meet, uint32; 0 = as ``rank_link_timeout`` says."""
-    link_retry_count: _Option[int] = _Option(settings.RETRY_COUNT, _bounded(1, 100), str, default=1)
-    """Attempts per link, 1..100."""
+    sync_kv_timeout: _Option[int | str | None] = _Option(
+        settings.SYNC_TIMEOUT,
+        _wait_time,
+        str,
+        "Deadline of a pull in ms, above 0, int32; a digit string is taken too. Without it 1000 ms count.",
+        default=None,
+    )
+    deploy_res_path: _Option[str] = _text("llm.deployResPath", "Accepted, without a meaning here.")
+    buf_pool_cfg: _Option[str] = _text("llm.BufPoolCfg", "Accepted, without a meaning here.")
+    mem_pool_cfg: _Option[str] = _text(
+        settings.DEVICE_POOL,
+        'Budget of device memory as JSON: {"memory_size": bytes, "page_shift": 10..30}; unlimited without it.',
+    )
+    host_mem_pool_cfg: _Option[str] = _text(
+        settings.HOST_POOL, "Budget of host memory, in the form of mem_pool_cfg; unlimited without it."
+    )
+    enable_cache_manager: _Option[bool | None] = _switch(
+        settings.CACHE_MANAGER,
+        "Whether cache_manager is the manager in use; else it is kv_cache_manager. None takes the value back.",
+    )
+    enable_remote_cache_accessible: _Option[bool | None] = _switch(
+        settings.REMOTE_ACCESS, "Whether pulls may read without asking the source. None takes the value back."
+    )
+    listen_ip_info: _Option[str] = _text(
+        settings.LISTEN, "ip:port to listen on; port 0 is any free one. Without it the node does not listen."
+    )
+    link_total_time: _Option[int] = _Option(
+        settings.TOTAL_TIME,
+        _bounded(0, 2**32 - 1),
+        str,
+        "Seconds that the members of a `link` have to meet, uint32; 0 = as rank_link_timeout says.",
+        default=0,
+    )
+    link_retry_count: _Option[int] = _Option(
+        settings.RETRY_COUNT, _bounded(1, 100), str, "Attempts per link of link_clusters, 1..100.", default=1
+    )
     rdma_traffic_class: _Option[int | None] = _uint32(settings.TRAFFIC_CLASS)
-    """uint32. Accepted, without a meaning here."""
     rdma_service_level: _Option[int | None] = _uint32(settings.SERVICE_LEVEL)
-    """uint32. Accepted, without a meaning here."""
-    local_comm_res: _Option[str] = _Option(settings.COMM_RES, kinds.string, str, default="")
-    """Local communication resources. Set, even to "", it switches on the cache manager and remote access."""
-    transfer_backend: _Option[str] = _text(settings.BACKEND)
-    """"hixl" (needs ``listen_ip_info`` and the cache manager), or ours: "auto", "inproc", "shm", "tcp"."""
-    global_resource_config: _Option[str] = _text("llm.GlobalResourceConfig")
-    """Accepted, without a meaning here."""
-    cluster_info: _Option[str] = _Option(settings.CLUSTER_INFO, _cluster_info, _with_numeric_ips, default="")
-    """JSON text (else JSONDecodeError). Accepted, without a meaning here."""
-    output_max_size: _Option[int | None] = _Option(settings.OUTPUT_SIZE, index, str, default=None)
-    """Integer. Accepted, without a meaning here."""
-    enable_switch_role: _Option[bool] = _Option(
-        settings.SWITCH_ROLE, kinds.boolean, lambda value: "1" if value else None, default=False
+    local_comm_res: _Option[str] = _Option(
+        settings.COMM_RES,
+        kinds.string,
+        str,
+        'Local communication resources. Set, even to "", it switches on the cache manager and remote access.',
+        default="",
     )
-    """Whether ``switch_role`` may be called (older manager)."""
-    mem_utilization: _Option[float] = _Option(settings.MEM_UTILIZATION, _fraction, str, default=0.95)
-    """float in 0..1, always written. Accepted, without a meaning here."""
+    transfer_backend: _Option[str] = _text(
+        settings.BACKEND,
+        '"hixl" (needs listen_ip_info and the cache manager), or ours: "auto" (what counts without it), "inproc", '
+        '"shm", "tcp".',
+    )
+    global_resource_config: _Option[str] = _text("llm.GlobalResourceConfig", "Accepted, without a meaning here.")
+    cluster_info: _Option[str] = _Option(
+        settings.CLUSTER_INFO,
+        _cluster_info,
+        _with_numeric_ips,
+        "JSON text (else JSONDecodeError). Accepted, without a meaning here.",
+        default="",
+    )
+    output_max_size: _Option[int | None] = _Option(
+        settings.OUTPUT_SIZE, index, str, "Integer. Accepted, without a meaning here.", default=None
+    )
+    enable_switch_role: _Option[bool] = _Option(
+        settings.SWITCH_ROLE,
+        kinds.boolean,
+        lambda value: "1" if value else None,
+        "Whether switch_role may be called (older manager).",
+        default=False,
+    )
+    mem_utilization: _Option[float] = _Option(
+        settings.MEM_UTILIZATION,
+        _fraction,
+        str,
+        "float in 0..1, always written. Accepted, without a meaning here.",
+        default=0.95,
+    )
 
-    link_secret: _Option[str] = _own("link_secret", default="")
-    """Secret that both ends of a link must share. It authenticates, it does not encrypt.
-
-    From the environment also as the content of the file named by ``KVPULL_LINK_SECRET_FILE``.
-    """
-    allow_insecure_network: _Option[bool] = _own("allow_insecure_network")
-    """Whether to listen beyond this machine without authentication."""
-    link_busy_policy: _Option[str] = _own("link_busy_policy")
-    """What a pull does while its link is busy: wait its turn ("queue"), or raise LLM_LINK_BUSY ("raise")."""
-    queue_limit: _Option[int] = _own("queue_limit")
-    """Pulls that may wait on one link."""
-    settle_timeout: _Option[int] = _own("settle_timeout")
-    """ms that a cancelled pull may take to settle before its destination is quarantined."""
-    close_timeout: _Option[int] = _own("close_timeout")
-    """ms that ``finalize`` may take to close links and join threads."""
-    heartbeat_interval: _Option[int] = _own("heartbeat_interval")
-    """ms between heartbeats on an idle link."""
-    heartbeat_timeout: _Option[int] = _own("heartbeat_timeout")
-    """ms of silence after which a link is lost; above ``heartbeat_interval``."""
-    handshake_timeout: _Option[int] = _own("handshake_timeout")
-    """ms that a new connection has to introduce itself."""
-    lease_margin: _Option[int] = _own("lease_margin")
-    """ms that a source keeps memory pinned beyond the remaining time of the request."""
-    reconnect_grace: _Option[int] = _own("reconnect_grace")
-    """ms that a lost link may take to come back before waiting pulls fail."""
-    inline_limit: _Option[int] = _own("inline_limit")
-    """Largest payload in bytes that rides on the control connection; at most 1 MiB."""
-    rank_hosts: _Option[str] = _own("rank_hosts", default="")
-    """Addresses to use instead of what stands in a rank table: "10.1.1.1=192.168.0.4,node_0=192.168.0.5"."""
-    rank_port_base: _Option[int] = _own("rank_port_base")
-    """First of the ports on which members of a rank table meet; all members of a comm need the same."""
-    rank_link_timeout: _Option[int] = _own("rank_link_timeout")
-    """ms that the members of a ``link`` have to meet, unless ``link_total_time`` is above 0."""
-    device_backend: _Option[str] = _own("device_backend")
-    """"auto", or "acl" to insist on an NPU (not in this version: ``init`` raises LLM_FEATURE_NOT_ENABLED)."""
-    allow_process_vm_read: _Option[str] = _own("allow_process_vm_read")
-    """Whether processes of one user and host read each other's registered memory through the kernel: "auto" where it
-    lets them, "off" never (such memory is streamed), "on" also asks it for an exception where it is strict (Yama)."""
+    link_secret: _Option[str] = _own(
+        "link_secret",
+        "Secret that both ends of a link must share. It authenticates, it does not encrypt. Not white space alone; "
+        "16 bytes or more, else a warning.\n\nFrom the environment also as the content of the file that "
+        "KVPULL_LINK_SECRET_FILE names.",
+        default="",
+    )
+    allow_insecure_network: _Option[bool] = _own(
+        "allow_insecure_network", "Whether to listen beyond this machine without authentication."
+    )
+    link_busy_policy: _Option[str] = _own(
+        "link_busy_policy",
+        'What a pull does while its link is busy: wait its turn ("queue"), or raise LLM_LINK_BUSY ("raise").',
+    )
+    queue_limit: _Option[int] = _own("queue_limit", "Pulls that may wait on one link.")
+    settle_timeout: _Option[int] = _own(
+        "settle_timeout", "ms that a cancelled pull may take to settle before its destination is quarantined."
+    )
+    close_timeout: _Option[int] = _own("close_timeout", "ms that finalize may take to close links and join threads.")
+    heartbeat_interval: _Option[int] = _own("heartbeat_interval", "ms between heartbeats on an idle link.")
+    heartbeat_timeout: _Option[int] = _own(
+        "heartbeat_timeout", "ms of silence after which a link is lost; above heartbeat_interval."
+    )
+    handshake_timeout: _Option[int] = _own("handshake_timeout", "ms that a new connection has to introduce itself.")
+    lease_margin: _Option[int] = _own(
+        "lease_margin", "ms that a source keeps memory pinned beyond the remaining time of the request."
+    )
+    reconnect_grace: _Option[int] = _own(
+        "reconnect_grace", "ms that a lost link may take to come back before waiting pulls fail."
+    )
+    inline_limit: _Option[int] = _own(
+        "inline_limit", "Largest payload in bytes that rides on the control connection; at most 1 MiB."
+    )
+    rank_hosts: _Option[str] = _own(
+        "rank_hosts",
+        'Addresses to use instead of what stands in a rank table: "10.1.1.1=192.168.0.4,node_0=192.168.0.5".',
+        default="",
+    )
+    rank_port_base: _Option[int] = _own(
+        "rank_port_base",
+        "First of the ports on which members of a rank table meet; all members of a comm need the same.",
+    )
+    rank_link_timeout: _Option[int] = _own(
+        "rank_link_timeout", "ms that the members of a `link` have to meet, unless link_total_time is above 0."
+    )
+    device_backend: _Option[str] = _own(
+        "device_backend",
+        '"auto", or "acl" to insist on an NPU (not in this version: init raises LLM_FEATURE_NOT_ENABLED).',
+    )
+    allow_process_vm_read: _Option[str] = _own(
+        "allow_process_vm_read",
+        "Whether processes of one user and host read each other's registered memory through the kernel: "
+        '"auto" where it lets them, "off" never (such memory is streamed), "on" also asks it for an exception where '
+        "it is strict (Yama).",
+    )
 
     def __init__(self) -> None:
         self._ge_options: dict[str, str] = {}

@@ -74,6 +74,8 @@ _VARIABLES = {
 }
 _BACKENDS = ("hixl", "auto", "inproc", "shm", "tcp")
 _LATER_BACKENDS = ("nixl", "mooncake")
+WEAK_BELOW = 16
+"""Bytes of a secret below which `init` warns: it could be tried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,11 @@ class Settings:
         seconds, and 0 leaves it to a default of 120 s.
         """
         return self.link_total_time_s * 1000 or self.rank_link_timeout_ms
+
+    @property
+    def weak_secret(self) -> bool:
+        """Whether there is a secret that is so short that it could be tried out."""
+        return self.link_secret is not None and len(self.link_secret) < WEAK_BELOW
 
     def may_listen_on(self, host: str) -> bool:
         """Whether peers there are on this machine, or authenticated, or trusted by explicit wish."""
@@ -304,5 +311,5 @@ def _secret_from_file(environ: Mapping[str, str]) -> bytes | None:
         secret = Path(path).read_bytes().rstrip(b"\r\n")
     except OSError as error:
         raise LLMException(f"{_FILE_VARIABLE}: {error}", status_code=LLMStatusCode.LLM_PARAM_INVALID) from error
-    require(bool(secret), f"{_FILE_VARIABLE}: {path} is empty")
+    require(bool(secret.strip()), f"{_FILE_VARIABLE}: {path} is empty, or has white space alone")
     return secret

@@ -280,7 +280,7 @@ async def carry_out(node: Node, src: Entry, dst: Entry, copying: Callable[[], It
     for entry in (src, dst):
         if entry.cache_id != UNMANAGED:
             local(node, entry.cache_id)  # released while this waited?
-        entry.reach()
+        entry.reach(writing=entry is dst)
     job = Job(node.workers, copying())
     released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     pins = [entry.pin(partial(resolve, released)) for entry in (src, dst)]

@@ -19,18 +19,36 @@ from kvpull_async.managers.checks import PullDraft, invalid
 from kvpull_async.managers.landed import Landed
 from kvpull_async.managers.node import Node
 from kvpull_async.memory.base import FEW_TENSORS, Batches, Span, planned, watched
-from kvpull_async.observe import Report
+from kvpull_async.observe import Report, key_text
 from kvpull_async.protocol import frames
 from kvpull_async.pull import Wanted
-from kvpull_async.registry import Entry
+from kvpull_async.registry import Entry, describe
 from kvpull_async.standing import Offered
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.values import BlocksCacheKey, CacheKey
+from kvpull_async.values import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 
-__all__ = ["IntoBlocks", "IntoEntry"]
+__all__ = ["IntoBlocks", "IntoEntry", "key_of"]
 
 _TENSORS_LIMIT: Final = 2**32 - 1
 """Most tensors that a descriptor can have."""
+
+
+_Key = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
+
+
+def _named(key: _Key) -> tuple[str, int, int, int]:
+    """The key as requests say it: kind, identity, model, batch entry."""
+    if isinstance(key, CacheKey):
+        kind, identity = ("prefix", key.prefix_id) if key.is_prefix else ("request", key.req_id)
+        return kind, identity, key.model_id, 0
+    if isinstance(key, BlocksCacheKey):
+        return "blocks", 0, key.model_id, 0
+    return "cache", key.cache_id, 0, key.batch_index
+
+
+def key_of(key: _Key) -> str:
+    """As events name it."""
+    return key_text(*_named(key))
 
 
 class _Destination:
@@ -60,24 +78,16 @@ class _Destination:
         self._whole_layers()
         self._layers, self._landed = landed, landed.bytes_landed
 
-    def _named(self) -> tuple[str, int, int, int]:
-        """The key as requests say it: kind, identity, model, batch entry."""
-        key = self.given.key
-        if isinstance(key, CacheKey):
-            kind, identity = ("prefix", key.prefix_id) if key.is_prefix else ("request", key.req_id)
-            return kind, identity, key.model_id, 0
-        if isinstance(key, BlocksCacheKey):
-            return "blocks", 0, key.model_id, 0
-        return "cache", key.cache_id, 0, key.batch_index
-
-    def watch_for(self) -> Callable[[int], frames.Watch]:
-        """What is missing at the source."""
-        kind, identity, model, entry = self._named()
-        return lambda number: frames.Watch(number, kind, identity, model, entry)
+    def watch_for(self) -> tuple[Callable[[int], frames.Watch], str]:
+        """What is missing at the source: to ask for it, and in words."""
+        kind, identity, model, entry = _named(self.given.key)
+        words = {"cache": f"cache {identity} with batch entry {entry}", "blocks": f"a blocks cache of model {model}"}
+        what = words.get(kind) or describe((kind, identity, model))
+        return lambda number: frames.Watch(number, kind, identity, model, entry), what
 
     def request(self, request_id: int, remaining_ms: int) -> frames.Request:
         given, report = self.given, self._report
-        kind, identity, model, entry = self._named()
+        kind, identity, model, entry = _named(given.key)
         size, blocks = self.asked()
         return frames.Request(
             request_id=request_id,
@@ -97,6 +107,7 @@ class _Destination:
             remote_access=given.remote_access,
             inline_limit=self._inline_limit,
             layout=self._layout() if given.strict_layout else None,
+            waits=given.wait_for_key,
         )
 
     def _layout(self) -> tuple[int, list[int]]:

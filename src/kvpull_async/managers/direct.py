@@ -36,7 +36,7 @@ def pull_now(node: Node, key: Any, cache: Any, batch_index: Any, size: Any, opti
     entry, link = node.registry.local(cache.cache_id), node.find_link(key.cluster_id)
     if entry is None or link is None or cache._binding is not entry or entry.blocks or not entry.remote_accessible:
         return 0
-    if not entry.reached:
+    if not entry.writable:
         return 0
     offered = link.standing.find(key.cache_id)
     if offered is None:
@@ -113,6 +113,8 @@ def _copy(
             return 0
         if link.standing.find(key.cache_id) is not offered:
             return 0  # the link has been made anew meanwhile, maybe to another process
+        if entry.moved(dst) is not None:
+            return 0
         destinations = [entry.regions[tensor].address + ours for tensor in dst]
         if not offered.memory.read(src.start, theirs, destinations, nbytes):
             return 0  # taken away meanwhile: the source says what became of it

@@ -107,6 +107,7 @@ class Manager:
 
     def _pull(self, prepared: pulls.Prepared) -> Operation[None]:
         report = prepared.report
+        report.local_cluster_id = self._node.settings.cluster_id
         start = partial(pulls.run, self._node, self._dialect, prepared)
         underway = self._node.underway.setdefault(report.cluster_id, set())
         return Operation(report.operation, start, report, prepared.draft.cache, prompt=True, underway=underway)
@@ -205,9 +206,9 @@ class Manager:
         """Unknown ids are harmless. `blocks` is the kind the caller's method is for; None accepts both."""
         handle: Any = instance("cache", cache, Cache, KvCache)
         kind = getattr(handle, "is_blocks_cache", blocks)
-        require(
-            blocks is None or kind == blocks, f"cache is {'a' if kind else 'not a'} blocks cache; use the other call"
-        )
+        right = "deallocate_blocks_cache" if kind else "deallocate_cache"
+        right = "unregister_cache" if getattr(handle, "is_registered", False) else right
+        require(blocks is None or kind == blocks, f"cache is {'a' if kind else 'not a'} blocks cache; use {right}")
 
         async def run() -> None:
             entry = self._node.registry.find(handle.cache_id)
@@ -304,12 +305,14 @@ class Manager:
         deadline = NEVER if timeout is None else Deadline.after_ms(checks.timeout_ms("timeout", timeout))
 
         async def run() -> None:
-            entry = self._node.registry.find(handle.cache_id)
             if handle.cache_id == caches.UNMANAGED:
-                entry = blocks.bound_here(self._node, handle)
-            if handle.quarantined and handle._binding is not entry:
-                raise caches.foreign(handle)
-            if entry is not None and not await entry.idle(deadline, writers_only=True):
+                idle = await blocks.settled(handle, deadline)
+            else:
+                entry = self._node.registry.find(handle.cache_id)
+                if handle.quarantined and handle._binding is not entry:
+                    raise caches.foreign(handle)
+                idle = entry is None or await entry.idle(deadline, writers_only=True)
+            if not idle:
                 raise LLMTimeoutError(
                     f"cache {handle.cache_id} is still quarantined",
                     status_code=self._dialect.timeout_status,

@@ -31,36 +31,33 @@ def link_to(node: Node, cluster_id: int) -> Link:
     raise LLMException(f"no link to cluster {cluster_id}", status_code=LLMStatusCode.LLM_NOT_YET_LINK, retry_safe=True)
 
 
-async def published(link: Link, watch: Callable[[int], frames.Watch], deadline: Deadline) -> None:
+async def published(link: Link, watch: Callable[[int], frames.Watch], deadline: Deadline, *, what: str) -> None:
     """Wait, outside the link's queue, until the peer has what the watch names. The link may be lost and come back.
 
-    LLMTimeoutError when the deadline comes first.
+    LLMTimeoutError, which says `what` was waited for, when the deadline comes first.
     """
     try:
         async with deadline.scope():
             while not await _appeared(link, watch, deadline):
                 pass
     except asyncio.TimeoutError as error:
-        reason = "the deadline passed while the key had not been published"
+        reason = f"the deadline passed while {what} had not been published"
         raise LLMTimeoutError(reason, retry_safe=True, peer=link.peer_name) from error
 
 
-async def _appeared(link: Link, make: Callable[[int], frames.Watch], deadline: Deadline) -> bool:
+async def _appeared(link: Link, watch: Callable[[int], frames.Watch], deadline: Deadline) -> bool:
     """False when the connection was lost meanwhile."""
-    lane = await link.ready(deadline)
-    number, data, appeared = lane.watch(make)
+    lane, named = await link.ready(deadline), watch(0)
     try:
-        await lane.channel.send(data)
-        await appeared
-    except (LLMException, OSError):
+        await lane.appeared(named, watch)
+    except LLMException as error:
+        if error.status_code == LLMStatusCode.LLM_LINK_BUSY:
+            raise
         await asyncio.wait([lane.lost], timeout=_NOTICE)
         if not lane.lost.done():
             raise
         await asyncio.sleep(0)  # the link hears of it now
         return False
-    except BaseException:
-        lane.give_up(number, tell=True)
-        raise
     return True
 
 

@@ -9,22 +9,27 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 from kvpull_async._deadline import Deadline
 from kvpull_async._prompt import by_hand
 from kvpull_async.managers import caches, checks, peers
 from kvpull_async.managers.checks import PullDraft, invalid
-from kvpull_async.managers.destinations import IntoBlocks, IntoEntry
+from kvpull_async.managers.destinations import IntoBlocks, IntoEntry, key_of
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.landed import Landed
 from kvpull_async.managers.node import Node
 from kvpull_async.observe import Report, new_pull_id
 from kvpull_async.pull import Pull
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
-from kvpull_async.values._check import require
+from kvpull_async.values import BlocksCacheKey
+from kvpull_async.values._check import require, type_error
 
 __all__ = ["Prepared", "draft", "prepare_blocks", "prepare_cache", "prepare_layers", "run"]
+
+_PAUSES: Final = (0.001, 0.1)
+"""Seconds, doubled each time and at most, before a pull that was woken in vain asks again."""
 
 
 @dataclass(slots=True)
@@ -61,9 +66,11 @@ def prepare_layers(dialect: Dialect, given: PullDraft, landed: Landed) -> Callab
     """The same checks now; the deadline counts from when the result is called. With blocks among the options it is
     blocks that are pulled.
     """
+    checks.known_names("pull_layers", given.options, (*checks.PULL_NAMES, "src_blocks", "dst_blocks"))
     options = {**given.options}
     src_blocks, dst_blocks = options.pop("src_blocks", ()), options.pop("dst_blocks", None)
     if len(options) == len(given.options):
+        _check_no_blocks(given)
         _check_cache("pull_layers", dialect, given)
     else:
         whole = not isinstance(given.batch_index, bool) and given.batch_index == 0 and given.size == -1
@@ -76,6 +83,13 @@ def prepare_layers(dialect: Dialect, given: PullDraft, landed: Landed) -> Callab
         return replace(_prepared("pull_layers", given), landed=landed)
 
     return begun
+
+
+def _check_no_blocks(given: PullDraft) -> None:
+    hint = "; for blocks give dst_blocks= (and src_blocks= for a BlocksCacheKey)"
+    if isinstance(given.key, BlocksCacheKey):
+        raise type_error("cache_key", given.key, f"CacheKey or CacheKeyByIdAndIndex{hint}")
+    require(not getattr(given.cache, "is_blocks_cache", False), f"cache is a blocks cache{hint}")
 
 
 def _check_cache(operation: str, dialect: Dialect, given: PullDraft) -> None:
@@ -105,6 +119,7 @@ def _check_blocks(operation: str, given: PullDraft, src_blocks: object, dst_bloc
 
 def _prepared(operation: str, given: PullDraft) -> Prepared:
     report = Report(operation, new_pull_id(), given.traceparent, given.key.cluster_id)
+    report.key = partial(key_of, given.key)
     report.started = given.began  # checking the arguments spends the deadline too
     return Prepared(given, Deadline(given.began + given.timeout_ms / 1000), report)
 
@@ -141,14 +156,27 @@ async def _run(node: Node, prepared: Prepared) -> None:
     if given.remote_access and not entry.remote_accessible:
         raise invalid(f"with remote cache access on, the local cache {entry.cache_id} must be remote accessible too")
     link = peers.link_to(node, given.key.cluster_id)
+    waits = 0
     while True:
         try:
             await Pull(link, wanted.to_link(node, prepared.report, prepared.deadline)).run()
             break
         except LLMException as error:
-            missing = error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST and entry.alive
-            if not (given.wait_for_key and missing):
+            if not (given.wait_for_key and entry.alive and _worth_waiting(error, woken=waits > 0)):
                 raise
         await by_hand(None)  # from here on it needs a task
+        watch, what = wanted.watch_for()
         prepared.report.enter("wait")
-        await peers.published(link, wanted.watch_for(), prepared.deadline)
+        try:
+            if waits:  # it was there, and somebody else has used it up, or too many were woken at once
+                await asyncio.sleep(min(_PAUSES[1], _PAUSES[0] * 2**waits, prepared.deadline.remaining))
+            await peers.published(link, watch, prepared.deadline, what=what)
+        finally:
+            prepared.report.leave()
+        waits += 1
+
+
+def _worth_waiting(error: LLMException, *, woken: bool) -> bool:
+    """Whether what was asked for may yet come, or for one of many that were woken at once: have its turn yet."""
+    code = error.status_code
+    return code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST or (woken and code == LLMStatusCode.LLM_LINK_BUSY)

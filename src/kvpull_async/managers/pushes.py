@@ -19,9 +19,10 @@ from kvpull_async import plan
 from kvpull_async._deadline import Deadline
 from kvpull_async.managers import caches, checks, peers
 from kvpull_async.managers.checks import invalid
+from kvpull_async.managers.destinations import key_of
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.node import Node
-from kvpull_async.observe import Report, new_pull_id
+from kvpull_async.observe import Report, key_text, new_pull_id
 from kvpull_async.protocol import frames
 from kvpull_async.push import Outgoing, Push
 from kvpull_async.registry import Entry
@@ -51,6 +52,10 @@ class Aim:
     entry: int = 0
     first_tensor: int = 0
     addresses: tuple[int, ...] = ()
+
+    def text(self) -> str:
+        """As events name it: of several addresses by the first."""
+        return key_text(self.kind, self.addresses[0] if self.addresses else self.identity, self.model_id, self.entry)
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,7 @@ def _prepared(
 ) -> Prepared:  # fmt: skip
     timeout, traceparent = checks.call_times(options, node.settings.sync_kv_timeout_ms)
     report = Report(operation, new_pull_id(), traceparent, key.cluster_id, push=True)
+    report.local_cluster_id, report.key = node.settings.cluster_id, partial(key_of, key)
     report.started = began  # checking the arguments spends the deadline too
     deadline = Deadline(began + timeout / 1000)
     return Prepared(handle, key, src, dst, per_layer, index, src_blocks, dst_blocks, deadline, report)
@@ -168,14 +174,18 @@ async def run(node: Node, dialect: Dialect, prepared: Prepared) -> None:
 
 
 async def send(
-    node: Node, dialect: Dialect, parcel: Parcel, *, operation: str, deadline: Deadline, traceparent: str = ""
-) -> None:
-    """One push on the core. LLMException with every field set; it waits for the link's slot inside the deadline."""
-    report = Report(operation, new_pull_id(), traceparent, parcel.aim.cluster_id, push=True)
+    node: Node, dialect: Dialect, parcel: Parcel, *, pull_id: str, operation: str, deadline: Deadline,
+    part_of: Mapping[str, Any], traceparent: str = "",
+) -> None:  # fmt: skip
+    """One push on the core, as a part of something that tells of its failure; `part_of` names it in the push's events.
+    LLMException with every field set; it waits for the link's slot inside the deadline.
+    """
+    report = Report(operation, pull_id, traceparent, parcel.aim.cluster_id, push=True)
+    report.local_cluster_id, report.key, report.part_of = node.settings.cluster_id, parcel.aim.text, part_of
     try:
         await _counted(node, dialect, report, lambda: parcel, deadline)
     except Exception as error:
-        node.log.warning("push.failed", **report.failed_fields(error))
+        node.log.info("push.failed", **report.failed_fields(error))
         raise
     if node.log.debugging:
         node.log.debug("push.finished", **report.fields())

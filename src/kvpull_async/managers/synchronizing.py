@@ -9,7 +9,7 @@ import contextvars
 import inspect
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Protocol
@@ -22,6 +22,7 @@ from kvpull_async.values import LayerSynchronizer
 __all__ = ["Asker", "asker"]
 
 _Answer = tuple[bool, "BaseException | None"]
+_Said = tuple["bool | Awaitable[object]", "BaseException | None"]
 _WATCH: Final = 0.25
 """Seconds between two looks at a caller's loop, which may close under its coroutine."""
 _ENDING_MS: Final = 250
@@ -39,12 +40,13 @@ class Asker(Protocol):
 
 
 def asker(synchronizer: LayerSynchronizer, caller: asyncio.AbstractEventLoop | None, *, name: str) -> Asker:
-    """For a coroutine function, on the loop `caller`; for any other, on a thread called `name`.
+    """For a coroutine function, on the loop `caller`; for any other, on a thread called `name`, and what it returns, if
+    that is awaitable, on the loop.
 
     TypeError for a coroutine function without such a loop.
     """
     if not inspect.iscoroutinefunction(synchronizer.synchronize_layer):
-        return _OnThread(synchronizer.synchronize_layer, name)
+        return _OnThread(synchronizer.synchronize_layer, name, caller)
     if caller is None:
         raise TypeError(
             "layer_synchronizer.synchronize_layer is a coroutine function, which needs the awaitable API and a running "
@@ -56,21 +58,30 @@ def asker(synchronizer: LayerSynchronizer, caller: asyncio.AbstractEventLoop | N
 class _OnThread:
     """A daemon thread, started with the first layer."""
 
-    def __init__(self, synchronize: Callable[[int, None], Any], name: str) -> None:
+    def __init__(
+        self, synchronize: Callable[[int, None], Any], name: str, caller: asyncio.AbstractEventLoop | None
+    ) -> None:
         self._synchronize = synchronize
         self._name = name
-        self._layers: queue.SimpleQueue[tuple[int, asyncio.Future[_Answer]] | None] = queue.SimpleQueue()
+        self._on_loop = _OnLoop(synchronize, caller) if caller is not None else None
+        self._layers: queue.SimpleQueue[tuple[int, asyncio.Future[_Said]] | None] = queue.SimpleQueue()
         self._ended: asyncio.Future[None] | None = None
 
     async def ask(self, layer: int) -> _Answer:
-        answered: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[_Said] = asyncio.get_running_loop().create_future()
         if self._ended is None:
             try:
                 self._start()
             except RuntimeError as error:  # no thread is to be had
                 return False, error
         self._layers.put((layer, answered))
-        return await answered
+        answer, raised = await answered
+        if not inspect.isawaitable(answer):
+            return bool(answer), raised
+        if self._on_loop is not None:
+            return await self._on_loop.finish(_truth(answer))
+        _discard(answer)
+        return False, TypeError("synchronize_layer returned an awaitable, which needs the awaitable API")
 
     def _start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -80,6 +91,8 @@ class _OnThread:
         self._ended = ended
 
     async def end(self) -> bool:
+        if self._on_loop is not None:
+            await self._on_loop.end()
         if self._ended is None:
             return True
         self._layers.put(None)
@@ -92,13 +105,10 @@ class _OnThread:
             del item, answered  # a thread that waits keeps nothing alive
         report_to(loop, resolve, ended)
 
-    def _answer(self, layer: int) -> _Answer:
+    def _answer(self, layer: int) -> _Said:
         try:
             answer = self._synchronize(layer, None)
-            if inspect.isawaitable(answer):
-                _discard(answer)
-                raise TypeError("synchronize_layer returned an awaitable; define it with async def")
-            return bool(answer), None
+            return answer if inspect.isawaitable(answer) else bool(answer), None
         except BaseException as error:  # noqa: BLE001  (handed over whole: it becomes a status)
             return False, error
 
@@ -112,7 +122,10 @@ class _OnLoop:
         self._asked: Future[bool] | None = None
 
     async def ask(self, layer: int) -> _Answer:
-        answering = self._answer(layer)
+        return await self.finish(self._answer(layer))
+
+    async def finish(self, answering: Coroutine[Any, Any, bool]) -> _Answer:
+        """Run it there to its end."""
         try:
             asked = asyncio.run_coroutine_threadsafe(answering, self._caller)
         except RuntimeError:
@@ -143,7 +156,11 @@ class _OnLoop:
         return True
 
 
-def _hand(answered: asyncio.Future[_Answer], answer: _Answer) -> None:
+async def _truth(awaitable: Awaitable[object]) -> bool:
+    return bool(await awaitable)
+
+
+def _hand(answered: asyncio.Future[_Said], answer: _Said) -> None:
     if not answered.done():
         answered.set_result(answer)
 

@@ -25,6 +25,7 @@ from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.node import Node
 from kvpull_async.managers.pushes import Aim, Parcel
 from kvpull_async.managers.synchronizing import Asker, asker
+from kvpull_async.observe import new_pull_id
 from kvpull_async.registry import Entry
 from kvpull_async.status import LLMStatusCode
 from kvpull_async.values import (
@@ -206,7 +207,9 @@ class Transfer:
         self._blocks = blocks
         self._timeout_ms = timeout_ms
         self._send = partial(pushes.send, node, dialect, operation=OPERATION, traceparent=parent)
-        self._log = node.log.bind(transfer_id=transfer_id)
+        self._transfer_id = transfer_id
+        log = node.log.bind(transfer_id=transfer_id)
+        self._log = log.bind(traceparent=parent) if parent else log
         self._layer = -1
 
     async def run(self) -> None:
@@ -271,12 +274,15 @@ class Transfer:
 
     async def _send_in_turn(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            order, deadline = self._orders[number], Deadline.after_ms(self._timeout_ms)
+            order, deadline, pull_id = self._orders[number], Deadline.after_ms(self._timeout_ms), ""
+            part_of = {"transfer_id": self._transfer_id, "config": number, "layer": self._layer}
             try:
-                await self._send(self._parcel(order), deadline=deadline)
+                parcel = [self._parcel(order)]  # popped, since a kept traceback keeps what this frame holds
+                pull_id = new_pull_id()
+                await self._send(parcel.pop(), pull_id=pull_id, deadline=deadline, part_of=part_of)
             except Exception as error:  # noqa: BLE001  (whatever it is: it becomes this config's status)
                 traceback.clear_frames(error.__traceback__)  # a task that is kept must not keep memory
-                self._fail(number, error)
+                self._fail(number, error, pull_id)
             else:
                 if self._layer == order.layers[-1]:
                     self.statuses[number] = LLMStatusCode.LLM_SUCCESS
@@ -311,10 +317,12 @@ class Transfer:
         for number in numbers:
             self._fail(number, error)
 
-    def _fail(self, number: int, error: BaseException) -> None:
+    def _fail(self, number: int, error: BaseException, pull_id: str = "") -> None:
+        """`pull_id` is of the push that failed, if it was one."""
         status = _status(error)
         self.statuses[number], self.exceptions[number] = status, error
-        self._log.warning(
+        log = self._log.bind(pull_id=pull_id) if pull_id else self._log
+        log.warning(
             "transfer.failed",
             cluster_id=self._orders[number].cluster_id,
             config=number,

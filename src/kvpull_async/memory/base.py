@@ -7,6 +7,7 @@ the backend copies from or to the device while the path works on the next ones.
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -16,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import Placement
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "Span",
     "copy_batches",
     "lend_bytes",
+    "no_memory",
     "planned",
     "watched",
 ]
@@ -108,9 +111,9 @@ class MemoryBackend(ABC):
     ) -> tuple[Region, ...]:
         """Regions over memory that belongs to the caller. Does not touch it. Each holds its one of `owners`, if any."""
 
-    def reach(self, regions: Sequence[Region]) -> None:
-        """Asked before adopted memory is used for the first time: LLM_PARAM_INVALID for addresses where there is none.
-        Does not touch it either, and knows nothing of later.
+    def reach(self, regions: Sequence[Region], *, writing: bool) -> None:
+        """Asked before adopted memory is read, or written, for the first time: LLM_PARAM_INVALID for addresses where
+        that is not possible. Changes nothing of it, and knows nothing of later.
         """
 
     def returning(self, placement: Placement) -> bool:
@@ -171,9 +174,20 @@ def watched(landing: Batches, landed: Callable[[int], None]) -> Batches:
             landed(total)
 
 
-def lend_bytes(data: bytes) -> Batches:
+def lend_bytes(data: bytes | memoryview) -> Batches:
     """Bytes that came in a frame, as something to copy from."""
     yield [memoryview(data)]
+
+
+def no_memory(error: OSError, whose: str, *, reading: bool) -> LLMException | None:
+    """What the caller is told when the kernel has found no memory where a cache was said to be; None if `error` is
+    another one.
+    """
+    if error.errno != errno.EFAULT:
+        return None
+    done = "read" if reading else "written"
+    reason = f"the {whose}'s memory cannot be {done}, is the address it was registered with right? ({error})"
+    return LLMException(reason, status_code=LLMStatusCode.LLM_PARAM_INVALID)
 
 
 def copy_batches(source: Batches, destination: Batches) -> Generator[int, None, None]:

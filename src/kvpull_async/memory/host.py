@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Allocation, Batches, MemoryBackend, Region
 from kvpull_async.memory.copying import CancelFlag, copy_rows
-from kvpull_async.memory.mapped import mapped
+from kvpull_async.memory.mapped import mapped, refused
 from kvpull_async.memory.publications import Publications
 from kvpull_async.memory.shared import SharedFile
 from kvpull_async.status import LLMException, LLMStatusCode
@@ -84,12 +84,19 @@ class HostMemory(MemoryBackend):
         pairs = zip(addresses, owners or repeat(None, len(addresses)), strict=True)
         return tuple(Region(address, tensor_nbytes, placement, owner) for address, owner in pairs)
 
-    def reach(self, regions: Sequence[Region]) -> None:
+    def reach(self, regions: Sequence[Region], *, writing: bool) -> None:
+        """What of a tensor is looked at, `refused` says."""
         for i, region in enumerate(regions):
             require(
                 mapped(region.address, region.nbytes),
-                f"there is no memory at the address given for tensor {i} ({region.address:#x}, "
-                f"{region.nbytes} bytes): it is wrong, or was freed",
+                f"there is no memory at the address given for {_named(i, region)}: it is wrong, or was freed",
+            )
+        wrong = refused([(region.address, region.nbytes) for region in regions], writing=writing)
+        if wrong is not None:
+            reason = "be written: it is read-only, or not accessible" if writing else "be read: it is not accessible"
+            raise LLMException(
+                f"the memory at the address given for {_named(wrong, regions[wrong])} cannot {reason}",
+                status_code=LLMStatusCode.LLM_PARAM_INVALID,
             )
 
     def views(self, regions: Sequence[Region]) -> list[memoryview]:
@@ -137,6 +144,10 @@ class HostMemory(MemoryBackend):
     def __repr__(self) -> str:
         used = ", ".join(f"{placement.name}={used}" for placement, used in self._used.items())
         return f"<HostMemory used: {used}>"
+
+
+def _named(tensor: int, region: Region) -> str:
+    return f"tensor {tensor} ({region.address:#x}, {region.nbytes} bytes)"
 
 
 def _round_up(value: int, step: int) -> int:

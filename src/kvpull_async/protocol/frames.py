@@ -44,6 +44,7 @@ from kvpull_async.protocol.messages import (
 __all__ = [
     "GREETING_LIMIT",
     "HEADER",
+    "INLINE_MOST",
     "MAGIC",
     "MESSAGES",
     "TAIL_LIMIT",
@@ -87,6 +88,8 @@ BODY_LIMIT: Final = 64 * 1024
 GREETING_LIMIT: Final = 4 * 1024
 """Largest frame before the peer has been authenticated."""
 TAIL_LIMIT: Final = 16 * 1024 * 1024
+INLINE_MOST: Final = 2**20
+"""Most bytes of a cache that ride on a grant or an offer."""
 """Largest table (two million blocks) or payload that may ride on a frame."""
 
 

@@ -139,6 +139,8 @@ class Request(_Body, frozen=True):
     inline_limit: Count
     layout: Layout | None = None
     """Refuse unless the source's data type and the shape of its entries are these; an empty shape is any."""
+    waits: bool = False
+    """A refusal for want of the key is no failure: the puller waits until it is here, and asks again."""
 
 
 class Grant(_Body, frozen=True):
@@ -279,7 +281,10 @@ class Appeared(_Body, frozen=True):
 
 
 class Bye(_Body, frozen=True):
+    """This side ends the link; or, if it `returns`, ends itself, and may be found again at its address."""
+
     kind: ClassVar[int] = 14
+    returns: bool = False
 
 
 class ByeAck(_Body, frozen=True):

@@ -79,6 +79,11 @@ class Received:
 Event = Asked | Ready | Failed | Received
 Asking = frames.Request | frames.Offer | frames.Watch
 Answering = frames.Grant | frames.Refuse | frames.Result | frames.Appeared | frames.Accept
+_ANSWERS: Final[dict[type[Asking], tuple[type[Answering], ...]]] = {
+    frames.Request: (frames.Grant, frames.Refuse),
+    frames.Offer: (frames.Accept, frames.Result),
+    frames.Watch: (frames.Appeared,),
+}
 
 _ASKING: Final = (frames.Request, frames.Offer, frames.Watch)
 _ENDING: Final = (frames.Grant, frames.Refuse, frames.Result, frames.Appeared)
@@ -121,6 +126,8 @@ class Session:
         self._last_request = 0
         self._open: dict[int, int] = {}
         """Requests in flight and, on the serving side, the bytes of their tables."""
+        self._answers: dict[int, tuple[type[Answering], ...]] = {}
+        """What may answer the requests of this side."""
         self._watches: set[int] = set()
 
     # -- what the owner calls ---------------------------------------------------------------------------------------
@@ -195,15 +202,17 @@ class Session:
             raise FrameError(f"the connection is {self.state.value}")
         self._put(message, *tail)
 
-    def new_request(self) -> int:
-        """A request id never used before on this connection; its answer will be let through."""
+    def new_request(self, kind: type[Asking] = frames.Request) -> int:
+        """A request id never used before on this connection; an answer to that kind will be let through."""
         self._last_request += 1
         self._open[self._last_request] = 0
+        self._answers[self._last_request] = _ANSWERS[kind]
         return self._last_request
 
     def end_request(self, request_id: int) -> None:
         """The request is over on this side: a later answer to it is dropped, or (serving) its place is free."""
         self._open.pop(request_id, None)
+        self._answers.pop(request_id, None)
         self._watches.discard(request_id)
 
     def close(self) -> None:
@@ -355,8 +364,11 @@ class Session:
 
     def _answered(self, message: Answering, tail: bytes | memoryview) -> None:
         if message.request_id in self._open:
+            if not isinstance(message, self._answers[message.request_id]):
+                self.fail(f"{type(message).__name__} is no answer to what was asked", LLMStatusCode.LLM_LINK_FAILED)
+                return
             if isinstance(message, _ENDING):
-                del self._open[message.request_id]
+                self.end_request(message.request_id)
             self._events.append(Received(message, tail))
         elif 0 < message.request_id <= self._last_request:
             self.late_answers += 1

@@ -124,8 +124,8 @@ class GatedMemory(MemoryBackend):
     ) -> tuple[Region, ...]:
         return self._inner.adopt(addresses, tensor_nbytes=tensor_nbytes, placement=placement, owners=owners)
 
-    def reach(self, regions: Sequence[Region]) -> None:
-        self._inner.reach(regions)
+    def reach(self, regions: Sequence[Region], *, writing: bool) -> None:
+        self._inner.reach(regions, writing=writing)
 
     def views(self, regions: Sequence[Region]) -> list[memoryview]:
         return self._inner.views(regions)

@@ -29,6 +29,7 @@ from kvpull_async.transport.base import (
     PathSeed,
     Transport,
 )
+from kvpull_async.transport.outbox import Outbox
 
 __all__ = ["InprocTransport"]
 
@@ -124,26 +125,22 @@ class _InprocChannel(ControlChannel):
         self.arrivals = Arrivals(self._took)
         self._loop = loop
         self._unread = 0
-        self._room: asyncio.Future[None] | None = None
-        self._ended = False
+        self._outbox = Outbox(self._write, lambda: self._unread > _BUFFER)
 
     @property
     def ready(self) -> bool:
-        return self._unread <= _BUFFER and not self._ended
+        return self._outbox.ready
 
     async def send(self, data: bytes) -> None:
-        while self._unread > _BUFFER and not self._ended:
-            self._room = self._loop.create_future()
-            await self._room
-        if self._ended:
-            raise ConnectionResetError("the other end is gone")
-        self.post(data)
+        await self._outbox.send(data)
 
     def post(self, data: bytes) -> None:
-        if not data:  # nothing to hand on
-            return
-        self._unread += len(data)
-        report_to(self.other._loop, self.other.arrivals.put, data)
+        self._outbox.post(data)
+
+    def _write(self, data: bytes) -> None:
+        if data:
+            self._unread += len(data)
+            report_to(self.other._loop, self.other.arrivals.put, data)
 
     def abort(self) -> None:
         self._end()
@@ -154,12 +151,11 @@ class _InprocChannel(ControlChannel):
 
     def _taken(self, n: int) -> None:
         self._unread -= n
-        resolve(self._room)
+        self._outbox.flow()
 
     def _end(self) -> None:
-        self._ended = True
+        self._outbox.end()
         self.arrivals.end()
-        resolve(self._room)
 
     def __repr__(self) -> str:
         return f"<InprocChannel {self.peer} unread={self._unread}>"

@@ -28,6 +28,7 @@ from kvpull_async.transport.base import (
     PathSeed,
     Transport,
 )
+from kvpull_async.transport.outbox import Outbox
 from kvpull_async.transport.stream import StreamPath
 
 __all__ = ["TcpTransport"]
@@ -213,30 +214,25 @@ class _TcpChannel(ControlChannel, asyncio.BufferedProtocol):
         self.arrivals = Arrivals(self._taken)
         self._buffer = buffer
         self._full = self._lost = self._held = False
-        self._senders: set[asyncio.Future[None]] = set()
+        self._outbox = Outbox(self._write, lambda: self._full)
 
     @property
     def ready(self) -> bool:
-        return not (self._full or self._lost)
+        return self._outbox.ready
 
     async def send(self, data: bytes) -> None:
-        while self._full and not self._lost:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._senders.add(waiter)
-            try:
-                await waiter
-            finally:
-                self._senders.discard(waiter)
-        if not self.ready:
-            raise ConnectionResetError(errno.ECONNRESET, "the connection is over")
-        self._transport.write(data)
+        await self._outbox.send(data)
 
     def post(self, data: bytes) -> None:
+        self._outbox.post(data)
+
+    def _write(self, data: bytes) -> None:
         if not self._lost and not self._transport.is_closing():
             self._transport.write(data)
 
     def abort(self) -> None:
         self._lost = True
+        self._outbox.end()
         self._transport.abort()
 
     def pause(self) -> None:
@@ -268,19 +264,14 @@ class _TcpChannel(ControlChannel, asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
         self.arrivals.end(error if isinstance(error, OSError) else None)
-        self._flow()
+        self._outbox.end()
 
     def pause_writing(self) -> None:
         self._full = True
 
     def resume_writing(self) -> None:
         self._full = False
-        self._flow()
-
-    def _flow(self) -> None:
-        for waiter in self._senders:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._outbox.flow()
 
     def _hold(self) -> None:
         self._held = True

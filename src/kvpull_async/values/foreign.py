@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvpull_async.values._check import instance, require, type_error
 from kvpull_async.values.desc import CacheDesc
 from kvpull_async.values.enums import DataType
 
-__all__ = ["Foreign", "read"]
+__all__ = ["Foreign", "pointers", "read"]
 
 _TORCH: Final = ("data_ptr", "is_contiguous", "device", "element_size", "numel", "dtype", "detach")
 
@@ -59,6 +60,21 @@ def read(desc: CacheDesc, tensors: object) -> list[Foreign]:
         require(not contradicts, f"{name} holds {memory.dtype}, cache_desc says {desc.data_type.name}")
         found.append(memory)
     return found
+
+
+def pointers(owners: Sequence[Any]) -> tuple[Callable[[], int], ...]:
+    """For each owner what tells the address where its bytes are now; nothing at all if none of them would tell.
+
+    torch may give a tensor other memory in place, and all that share it. An array stays where it is while it is held.
+    """
+    found = [getattr(owner, "data_ptr", None) for owner in owners]
+    if not any(found):
+        return ()
+    return tuple(pointer or partial(_address, owner) for pointer, owner in zip(found, owners, strict=True))
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    return array.ctypes.data
 
 
 def _reader(name: str, item: object) -> Callable[[str, Any], Foreign]:

@@ -108,6 +108,7 @@ def test_the_originals_properties(name: str, default: Any, value: Any, option: s
         ("queue_limit", 0, ValueError),
         ("link_busy_policy", "drop", ValueError),
         ("link_secret", b"x", TypeError),
+        ("link_secret", " \n", PI),
         ("allow_insecure_network", 1, TypeError),
     ],
 )
@@ -172,6 +173,18 @@ def test_repr_names_what_is_set_and_hides_the_secret() -> None:
     config = LLMConfig()
     config.link_secret = "hush"
     assert repr(config) == "<LLMConfig with link_secret>"
+
+
+def test_every_option_says_what_it_means_and_how_else_it_is_set() -> None:
+    config = LLMConfig()
+    for name, option in vars(LLMConfig).items():
+        if hasattr(option, "key"):
+            text = option.__doc__
+            assert text.partition("\n")[0].endswith("."), name
+            assert f"Option {option.key}" in text, name
+            assert f"{getattr(config, name)!r} unless set" in text, name
+            assert ("KVPULL_" + name.upper() in text) == option.key.startswith("kvpull."), name
+    assert "quarantined" in str(LLMConfig.settle_timeout.__doc__)
 
 
 def test_a_misspelt_option_is_refused_with_the_nearest_name() -> None:

@@ -115,6 +115,7 @@ def test_wrong_types(role: Any, cluster_id: Any, options: Any, error: type[Excep
         ("kvpull.QueueLimit", "0"),
         ("kvpull.QueueLimit", ""),
         ("kvpull.LinkSecret", ""),
+        ("kvpull.LinkSecret", " \t\n"),
         ("kvpull.LinkBusyPolicy", "drop"),
         ("kvpull.AllowInsecureNetwork", "maybe"),
     ],
@@ -324,6 +325,19 @@ def test_a_secret_file_that_is_empty_or_missing_is_refused(tmp_path: Path) -> No
     (tmp_path / "empty").write_text("\n")
     assert "is empty" in refused({}, {"KVPULL_LINK_SECRET_FILE": str(tmp_path / "empty")})
     assert "KVPULL_LINK_SECRET_FILE" in refused({}, {"KVPULL_LINK_SECRET_FILE": str(tmp_path / "none")})
+
+
+def test_a_secret_of_white_space_alone_is_refused_wherever_it_comes_from(tmp_path: Path) -> None:
+    (tmp_path / "blank").write_text(" \t \n")
+    assert "white space" in refused({}, {"KVPULL_LINK_SECRET_FILE": str(tmp_path / "blank")})
+    assert "KVPULL_LINK_SECRET" in refused({}, {"KVPULL_LINK_SECRET": "  "})
+    assert "kvpull.LinkSecret" in refused({"kvpull.LinkSecret": "  "}, {"KVPULL_LINK_SECRET": "s" * 16})
+    assert settings({"kvpull.LinkSecret": " in between "}).link_secret == b" in between "
+
+
+@pytest.mark.parametrize(("secret", "weak"), [(None, False), ("s" * 15, True), ("s" * 16, False), ("\xe9" * 8, False)])
+def test_a_short_secret_is_weak(secret: str | None, weak: bool) -> None:
+    assert settings({} if secret is None else {"kvpull.LinkSecret": secret}).weak_secret is weak
 
 
 def test_settings_never_show_the_secret() -> None:

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import structlog
 
-from kvpull_async import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMException, Placement
+from kvpull_async import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMException, LLMStatusCode, Placement
 from kvpull_async.managers import direct
 from tests.duo import PROMPT, arrays, engine_of, fill, pattern
 from tests.loop_nodes import event_log
+from tests.torch_cpu import torch_cpu
 from tests.unit.managers.test_direct import DESC, Scene, scene
 
 
@@ -243,3 +244,36 @@ async def test_p2_a_read_that_began_before_the_link_was_made_anew_does_not_count
         monkeypatch.undo()
         await made.pull()
         assert now(made)
+
+
+async def test_a_destination_is_found_writable_before_anything_is_done_at_once() -> None:
+    room = mmap.mmap(-1, 4 * 4096, prot=mmap.PROT_READ)
+    first = np.frombuffer(room, np.uint8).ctypes.data
+    async with scene() as made:
+        await made.pull()
+        manager, good = made.decoder.cache_manager, made.cache
+        made.cache = await manager.register_cache(DESC, [first + i * 4096 for i in range(4)])
+        for _ in range(2):
+            with pytest.raises(LLMException, match="read-only"):
+                await made.pull()
+            assert not now(made)
+        made.cache = good
+        assert now(made)
+
+
+async def test_a_tensor_that_has_moved_is_not_written_at_once() -> None:
+    torch = torch_cpu()
+    tensors = [torch.zeros(4096, dtype=torch.uint8) for _ in range(4)]
+    async with scene() as made:
+        manager, good = made.decoder.cache_manager, made.cache
+        made.cache = await manager.register_cache(DESC, tensors=tensors)
+        for _ in range(2):
+            await made.pull()
+        assert now(made)
+        tensors[2].share_memory_()
+        assert now(made, 0, -1, src_layer_range=range(1), dst_layer_range=range(1)), "the others are where they were"
+        assert not now(made)
+        with pytest.raises(LLMException, match=r"tensor 2 of cache .* moved while it was registered") as caught:
+            await made.pull()
+        assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+        made.cache = good

@@ -32,7 +32,7 @@ from kvpull_async.managers.dialect import CACHE, KV
 from kvpull_async.managers.node import Node
 from kvpull_async.managers.pushes import Aim, Parcel
 from kvpull_async.memory.host import HostMemory
-from kvpull_async.observe import Counters, Log
+from kvpull_async.observe import Counters, Log, new_pull_id
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Registry
 from tests.loop_nodes import event_log, eventually
@@ -249,7 +249,8 @@ def parcel(table: Table, **fields: Any) -> Parcel:
 
 async def send(table: Table, made: Parcel, **more: Any) -> None:
     deadline = Deadline.after_ms(more.pop("timeout_ms", LONG_MS))
-    await pushes.send(table.node, CACHE, made, operation="transfer_cache_async", deadline=deadline, **more)
+    told = {"pull_id": new_pull_id(), "part_of": {}, "operation": "transfer_cache_async", **more}
+    await pushes.send(table.node, CACHE, made, deadline=deadline, **told)
 
 
 async def test_a_parcel_may_name_addresses(table: Table) -> None:
@@ -310,8 +311,9 @@ async def test_a_timeout_has_every_field_and_the_status_of_its_manager(table: Ta
     table.link.silent = True
     with pytest.raises(LLMTimeoutError) as caught:
         await pushes.send(
-            table.node, dialect, parcel(table), operation="transfer_cache_async", deadline=Deadline.after_ms(30)
-        )
+            table.node, dialect, parcel(table), pull_id="p", operation="transfer_cache_async",
+            deadline=Deadline.after_ms(30), part_of={},
+        )  # fmt: skip
     error = caught.value
     assert (error.status_code, error.operation, error.peer) == (
         dialect.timeout_status,
@@ -324,13 +326,17 @@ async def test_a_timeout_has_every_field_and_the_status_of_its_manager(table: Ta
 
 
 async def test_a_parcel_writes_events_of_its_own(table: Table) -> None:
+    part_of = {"transfer_id": "t", "config": 1, "layer": 3}
     with event_log() as events:
-        await send(table, parcel(table), traceparent="00-trace")
+        await send(table, parcel(table), traceparent="00-trace", part_of=part_of)
         finished = await events.first("push.finished", operation="transfer_cache_async", cluster_id=1, peer="peer:1")
         assert (finished["bytes"], finished["traceparent"], finished["path"]) == (2 * STRIDE, "00-trace", "loop")
         table.link.answer = frames.Result(1, int(NOT_EXIST), "gone", unsafe=True)
-        await refused(send(table, parcel(table)), NOT_EXIST)
+        await refused(send(table, parcel(table), part_of=part_of), NOT_EXIST)
         failed = await events.first("push.failed", status="LLM_KV_CACHE_NOT_EXIST")
+        for event in (finished, failed):
+            assert {name: event[name] for name in part_of} == part_of
+            assert (event["local_cluster_id"], event["key"]) == (table.node.settings.cluster_id, "address:0x1000")
         assert (failed["reason"], failed["destination_unsafe"]) == ("gone", True)
     assert table.offered.pull_id == failed["pull_id"] != finished["pull_id"]
 

@@ -117,7 +117,25 @@ async def test_an_awaitable_is_not_taken_for_true() -> None:
     ready, error = await asking.ask(0)
     assert not ready
     assert isinstance(error, TypeError)
-    assert "async def" in str(error)
+    assert "awaitable API" in str(error)
+    assert await asking.end()
+
+
+async def test_what_an_ordinary_function_returns_is_awaited_on_the_callers_loop(foreign: Foreign) -> None:
+    """A decorated coroutine function does not look like one."""
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def later(layer: int) -> bool:
+        loops.append(asyncio.get_running_loop())
+        if layer == 2:
+            raise KeyError("two")
+        return layer == 0
+
+    asking = asker(Ready(later), foreign.loop, name="the-thread")
+    assert [await asking.ask(layer) for layer in (0, 1)] == [(True, None), (False, None)]
+    _, error = await asking.ask(2)
+    assert isinstance(error, KeyError)
+    assert loops == [foreign.loop] * 3
     assert await asking.end()
 
 

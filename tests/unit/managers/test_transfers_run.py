@@ -374,10 +374,10 @@ def test_a_node_that_has_ended_takes_no_transfer(sends: Sends) -> None:
 
 
 def test_the_story_of_a_transfer(sends: Sends) -> None:
-    run = Run(sends)
-    run.sends.act = when(1, NAMED, cluster_id=3)
+    run, sends.act = Run(sends), when(1, NAMED, cluster_id=3)
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
     with event_log() as log:
-        run([config(), config(3)])
+        run([config(), config(3)], traceparent=trace)
         run([config()])
         run.close()  # its log is written, too
         (first, second) = log.named("transfer.started")
@@ -391,3 +391,7 @@ def test_the_story_of_a_transfer(sends: Sends) -> None:
         "cluster_id": 3, "config": 1, "layer": 1, "status": "LLM_NOT_YET_LINK", "error": "LLMException",
         "reason": "no link",
     }  # fmt: skip
+    part_of = {"transfer_id": first["transfer_id"], "config": 1, "layer": 1}
+    assert [of for pull_id, of in sends.told if pull_id == failed["pull_id"]] == [part_of]
+    assert (first["traceparent"], failed["traceparent"]) == (trace, trace)
+    assert "traceparent" not in second.keys() | finished.keys()

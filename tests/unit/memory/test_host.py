@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import threading
 from pathlib import Path
 
@@ -141,8 +142,19 @@ def test_adopted_memory_is_seen_by_both_sides() -> None:
 
 def test_addresses_without_memory_are_told_by_tensor() -> None:
     array, memory = np.zeros(64, np.uint8), HostMemory()
-    with pytest.raises(LLMException, match=r"tensor 1 .*0x10,") as caught:
-        memory.reach(memory.adopt([array.ctypes.data, 0x10], tensor_nbytes=64, placement=HOST))
+    for writing in (False, True):
+        with pytest.raises(LLMException, match=r"tensor 1 .*0x10,") as caught:
+            memory.reach(memory.adopt([array.ctypes.data, 0x10], tensor_nbytes=64, placement=HOST), writing=writing)
+        assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+
+
+def test_read_only_memory_may_be_read_and_the_tensor_that_cannot_be_written_is_named() -> None:
+    array, memory = np.zeros(64, np.uint8), HostMemory()
+    constant = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ), np.uint8)
+    regions = memory.adopt([array.ctypes.data, constant.ctypes.data], tensor_nbytes=64, placement=HOST)
+    memory.reach(regions, writing=False)
+    with pytest.raises(LLMException, match=r"tensor 1 .* cannot be written: it is read-only") as caught:
+        memory.reach(regions, writing=True)
     assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
 
 

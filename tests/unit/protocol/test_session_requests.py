@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -130,7 +131,7 @@ def result(number: int) -> frames.Result:
 
 def test_an_offer_passes_with_its_tail_and_may_be_accepted_before_its_result() -> None:
     asking, serving = greeted()
-    number = asking.new_request()
+    number = asking.new_request(frames.Offer)
     asking.send(offer(number), b"a table ", b"and bytes")
     exchange(asking, serving)
     assert drained(serving) == [Received(offer(number), b"a table and bytes")]
@@ -145,7 +146,7 @@ def test_an_offer_passes_with_its_tail_and_may_be_accepted_before_its_result() -
 
 def test_the_result_of_an_offer_that_was_given_up_is_dropped() -> None:
     asking, _ = greeted()
-    number = asking.new_request()
+    number = asking.new_request(frames.Offer)
     asking.send(offer(number))
     asking.end_request(number)
     assert deliver(asking, frames.Accept(number)) == []
@@ -213,7 +214,7 @@ def test_watches_are_in_nobodys_way_and_bounded_too() -> None:
 
 def test_what_appeared_ends_its_watch() -> None:
     asking, serving = greeted()
-    number = asking.new_request()
+    number = asking.new_request(frames.Watch)
     asking.send(watch(number))
     exchange(asking, serving)
     assert drained(serving) == [Received(watch(number))]
@@ -223,3 +224,23 @@ def test_what_appeared_ends_its_watch() -> None:
     assert drained(asking) == [Received(frames.Appeared(number))]
     assert deliver(asking, frames.Appeared(number)) == []
     assert asking.late_answers == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (frames.Request, frames.Accept(1)),
+        (frames.Request, frames.Appeared(1)),
+        (frames.Request, result(1)),
+        (frames.Offer, frames.Refuse(1, 0, "")),
+        (frames.Offer, frames.Appeared(1)),
+        (frames.Watch, frames.Accept(1)),
+        (frames.Watch, frames.Refuse(1, 0, "")),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else type(value).__name__,
+)
+def test_an_answer_that_does_not_fit_what_was_asked_ends_the_session(asked: Any, answer: Any) -> None:
+    asking, _ = greeted()
+    assert asking.new_request(asked) == 1
+    (failed,) = deliver(asking, answer)
+    assert failed == Failed(f"{type(answer).__name__} is no answer to what was asked", LINK_FAILED)

@@ -180,6 +180,12 @@ async def test_liveness_sees_a_peer_that_hung_up(pair: Pair) -> None:
     assert not pair.payload.broken  # nobody has used it since
 
 
+async def test_liveness_sees_bytes_that_were_given_up(pair: Pair) -> None:
+    """Nothing else comes between transfers."""
+    pair.far.sendall(b"of a push that nobody took")
+    assert not pair.payload.alive()
+
+
 async def test_a_landing_that_fails_ends_the_connection_and_is_closed(pair: Pair) -> None:
     closed = []
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import CacheDesc, DataType, Placement
-from kvpull_async.values.foreign import Foreign, read
+from kvpull_async.values.foreign import Foreign, pointers, read
 from tests.torch_cpu import torch_cpu
 
 HALF = CacheDesc(1, [2, 8], DataType.DT_FLOAT16)
@@ -182,6 +182,30 @@ def test_the_memory_stays_when_the_tensor_is_dropped_or_given_other_memory() -> 
     del tensor, found
     gc.collect()
     assert gone() is None
+
+
+def test_where_arrays_are_now_is_asked_only_beside_tensors() -> None:
+    torch = torch_cpu()
+    array, tensor = np.zeros(16, np.float16), torch.zeros(16, dtype=torch.float16)
+    assert pointers([array, None]) == ()
+    desc = CacheDesc(2, [2, 8], DataType.DT_FLOAT16)
+    found = read(desc, [array, tensor])
+    told = pointers([memory.owner for memory in found])
+    assert [pointer() for pointer in told] == [memory.address for memory in found]
+
+
+@pytest.mark.parametrize("moving", ["share_memory_", "resize"])
+def test_what_is_held_tells_when_a_tensor_was_given_other_memory_in_place(moving: str) -> None:
+    torch = torch_cpu()
+    tensor = torch.zeros(16, dtype=torch.float16)
+    found = one(tensor)
+    (pointer,) = pointers([found.owner])
+    assert pointer() == found.address
+    if moving == "resize":
+        tensor.untyped_storage().resize_(2**24)
+    else:
+        tensor.share_memory_()
+    assert pointer() == tensor.data_ptr() != found.address
 
 
 def test_a_part_of_a_tensor_begins_where_it_begins() -> None:

@@ -121,6 +121,24 @@ class ControlContract:
             await self.until(lambda: len(got) >= sent + len(piece))
             assert got == piece * (sent // len(piece) + 1)
 
+    async def test_all_who_wait_for_room_are_sent_in_the_order_in_which_they_came(self) -> None:
+        async with self.channels() as (near, far):
+            got, filler = bytearray(), bytes(1024 * 1024)
+            far.deliver(got.extend, lambda _: None)
+            far.pause()
+            while near.ready:
+                near.post(filler)
+                await asyncio.sleep(0)
+            waiting = []
+            for number in range(8):
+                waiting.append(asyncio.ensure_future(near.send(b"send %d;" % number)))
+                await asyncio.sleep(0)
+                near.post(b"post %d;" % number)
+            far.resume()
+            await within(asyncio.gather(*waiting))
+            expected = b"".join(b"send %d;post %d;" % (number, number) for number in range(8))
+            await self.until(lambda: got.endswith(expected))
+
     async def test_the_peer_reads_what_was_sent_and_then_the_end(self) -> None:
         async with self.channels() as (near, far):
             near.abort()

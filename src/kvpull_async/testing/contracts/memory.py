@@ -188,7 +188,8 @@ class MemoryContract:
             addresses = [array.ctypes.data for array in owned]
             regions = memory.adopt(addresses, tensor_nbytes=100, placement=Placement.HOST, owners=owned)
             assert [region.owner is array for region, array in zip(regions, owned, strict=True)] == [True, True]
-            memory.reach(regions)
+            for writing in (False, True):
+                memory.reach(regions, writing=writing)
 
         self.with_memory(check)
 
