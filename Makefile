@@ -3,6 +3,7 @@
 #
 #   make test                       the full test suite
 #   make test ARGS="-k frames -x"   a part of it
+#   make test JOBS=0 ARGS="-s"      in one process, for a debugger or to see what is printed
 #   make test PYTHON=python3.13     on another interpreter (.venv is rebuilt when PYTHON differs from last time)
 #   make test EXTRAS=test,compat    with torch, so that nothing is skipped (its default build takes gigabytes)
 
@@ -10,6 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 EXTRAS ?= test
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -35,7 +37,7 @@ demo: $(VENV)/.run
 	$(BIN)/python examples/prefill_decode.py $(ARGS)
 
 test: $(TESTED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/python -m ruff check .
