@@ -184,10 +184,11 @@ def _addresses(regions: Sequence[Region], places: NDArray[np.int64]) -> NDArray[
     return found
 
 
-def _rows(segments: NDArray[np.int64]) -> Iterator[list[int]]:
+def _rows(segments: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
     """The rows as Python integers, some at a time: all at once would hold the interpreter lock for long tables."""
     for start in range(0, len(segments), _ROWS):
-        yield from segments[start : start + _ROWS].tolist()
+        # By columns: a list for each row would be work for the garbage collector, which holds everybody up.
+        yield from zip(*segments[start : start + _ROWS].T.tolist(), strict=True)
 
 
 def _batches(

@@ -209,6 +209,20 @@ def test_the_pieces_are_the_segments_in_order(table: list[tuple[int, int, int]])
     assert lent == b"".join(bytes(arrays[tensor][offset : offset + n]) for tensor, offset, n in table)
 
 
+def test_p6_a_hundred_thousand_rows_are_no_work_for_the_garbage_collector() -> None:
+    """It would hold up every thread, for the longer the more there is in the process."""
+    backend = HostMemory()
+    made = backend.allocate(tensors=1, tensor_nbytes=1_600_000, placement=Placement.HOST)
+    table = np.zeros((100_000, 3), np.int64)
+    table[:, 1], table[:, 2] = np.arange(100_000) * 16, 8
+    gc.collect()
+    before = sum(generation["collections"] for generation in gc.get_stats())
+    for _ in backend.landing(made.regions, table):
+        pass
+    assert sum(generation["collections"] for generation in gc.get_stats()) - before < 20
+    backend.free(made)
+
+
 def test_a_landing_is_filled_where_the_segments_say_and_nowhere_else() -> None:
     source, target = np.arange(1, 65, dtype=np.uint8), np.zeros(64, np.uint8)
     memory = HostMemory()
