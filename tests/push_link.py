@@ -325,7 +325,8 @@ class PushBench:
         report = Report("push_cache", f"push-{len(self.reports)}", push=True)
         self.reports.append(report)
         offer = frames.Offer(
-            0, bytes(16), report.pull_id, "", 0, "cache", 3, 0, 1, 2, 4, self.size, 0, 0, 0, 700_000, 5,
+            0, bytes(16), report.pull_id, "", 0, "cache", 3, 0, 1, 2, 4, self.size, 0, 0, 0, 700_000,
+            0 if self.link.way == "at once" else 5,
             inline=False, begun=False,
         )  # fmt: skip
         outgoing = Outgoing(

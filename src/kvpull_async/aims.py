@@ -25,6 +25,7 @@ __all__ = ["Place", "find"]
 
 Numbers = NDArray[np.int64]
 _WORD: Final = 8
+_NONE: Final = np.zeros(0, np.int64)
 _ADDRESSES_LIMIT: Final = 2**8
 """Most addresses in one offer, which are looked up on the loop; a transfer names the two of one layer."""
 
@@ -40,6 +41,8 @@ class Place:
     nbytes: int
     most_rows: int
     payload: memoryview
+    start: int | None
+    """Where the bytes go in each region, if they stay together there."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ def find(registry: Registry, offer: frames.Offer, tail: bytes, *, by_key: bool) 
         nbytes=offer.tensors * offer.per_tensor,
         most_rows=offer.tensors * max(1, offer.blocks),
         payload=tables.payload,
+        start=None if offer.blocks else start,
     )
 
 
@@ -83,15 +87,15 @@ def _split(offer: frames.Offer, tail: bytes) -> _Tables:
     counts = (offer.tensors if offer.key == "address" else 0, offer.blocks, offer.src_blocks)
     if sum(counts) * _WORD > len(tail):
         raise _invalid(f"{sum(counts)} numbers are to be in {len(tail)} bytes")
-    table = np.frombuffer(tail, "<i8", sum(counts)).astype(np.int64, copy=False)
-    addresses, blocks, src_blocks = np.split(table, np.cumsum(counts)[:2])
+    table = np.frombuffer(tail, "<i8", sum(counts)).astype(np.int64, copy=False) if sum(counts) else _NONE
+    first, second = counts[0], counts[0] + counts[1]
     payload = memoryview(tail)[sum(counts) * _WORD :]
     expected = offer.tensors * offer.per_tensor if offer.inline else 0
     if expected > frames.INLINE_MOST:
         raise _invalid(f"{expected} bytes came with the offer, at most {frames.INLINE_MOST} may")
     if len(payload) != expected:
         raise _invalid(f"{len(payload)} bytes came with the offer, {expected} were to")
-    return _Tables(addresses, blocks, src_blocks, payload)
+    return _Tables(table[:first], table[first:second], table[second:], payload)
 
 
 def _check_sizes(offer: frames.Offer, tables: _Tables) -> None:

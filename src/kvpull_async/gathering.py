@@ -1,4 +1,6 @@
-"""Bytes of a cache that ride on a frame, read here or by a worker. It must not know which frame, or for whom."""
+"""Bytes of a cache that ride on a frame: read here or by a worker, and put in their place. It must not know on which
+frame, or for whom.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from kvpull_async._workers import Workers
 from kvpull_async.held import Entry
 from kvpull_async.memory.base import Batches
 
-__all__ = ["gathered", "join"]
+__all__ = ["fill", "gathered", "join"]
 
 
 async def gathered(lending: Batches, entry: Entry, workers: Workers, *, here: bool) -> bytes:
@@ -28,6 +30,15 @@ async def gathered(lending: Batches, entry: Entry, workers: Workers, *, here: bo
 def join(lending: Batches) -> bytes:
     """All bytes of a lending."""
     return b"".join(view for batch in lending for view in batch)
+
+
+def fill(pieces: list[memoryview], payload: bytes | memoryview) -> None:
+    """Put so many bytes of the payload into each piece, with the interpreter lock held: for few."""
+    at = 0
+    for piece in pieces:
+        end = at + len(piece)
+        piece[:] = payload[at:end]
+        at = end
 
 
 def _nothing() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._prompt import Prompt, by_hand
 from kvpull_async._workers import Job
+from kvpull_async.gathering import fill
 from kvpull_async.linkage import lost_with
 from kvpull_async.memory.base import FEW_ROWS, Batches, Span, copy_batches, lend_bytes
 from kvpull_async.observe import Report
@@ -134,7 +135,7 @@ class Pull(Turn):
             raise asyncio.TimeoutError
         report.enter("copy")
         if grant.inline and self._pieces is not None and self._fits(grant, payload):
-            _fill(self._pieces, payload)
+            fill(self._pieces, payload)
             report.bytes = len(payload)
         else:
             landing, report.bytes = wanted.land(grant)
@@ -299,14 +300,6 @@ class Pull(Turn):
 
     def __repr__(self) -> str:
         return f"<Pull {self._wanted.report.pull_id} slot={self._holds_slot} request={self._request_id}>"
-
-
-def _fill(pieces: list[memoryview], payload: bytes | memoryview) -> None:
-    at = 0
-    for piece in pieces:
-        end = at + len(piece)
-        piece[:] = payload[at:end]
-        at = end
 
 
 def _exhaust(steps: Generator[int, None, None]) -> None:

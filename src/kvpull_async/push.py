@@ -22,7 +22,7 @@ from kvpull_async._prompt import Prompt, by_hand
 from kvpull_async.gathering import gathered, join
 from kvpull_async.held import Entry
 from kvpull_async.linkage import lost_with
-from kvpull_async.memory.base import FEW_ROWS, Batches, Span, planned
+from kvpull_async.memory.base import FEW_ROWS, FEW_TENSORS, Batches, Span, planned
 from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, status_of
@@ -119,7 +119,7 @@ class Push(Turn):
         if lane is not None:
             self._report.enter("connect")
             self._use(lane, link.path)
-            self._request_id, data = self._register(lane, join(self._lend()), inline=True)
+            self._request_id, data = self._register(lane, *self._pieces(), inline=True)
             lane.channel.post(data)
 
     async def _steps(self) -> None:
@@ -185,16 +185,24 @@ class Push(Turn):
         return path
 
     def _register(
-        self, lane: Lane, payload: bytes, *, inline: bool, begun: bool = False, ticket: bytes | None = None
+        self, lane: Lane, *payload: bytes | memoryview, inline: bool, begun: bool = False, ticket: bytes | None = None
     ) -> tuple[int, bytes]:
         """The number of the offer, and the bytes to be sent."""
         outgoing = self._outgoing
         tables = (outgoing.table, outgoing.src_table if ticket is not None else b"")
         words = partial(self._words, inline=inline, begun=begun, ticket=ticket)
-        request_id, data, self._result = lane.offer(words, *tables, payload, accepted=self._accepted)
+        request_id, data, self._result = lane.offer(words, *tables, *payload, accepted=self._accepted)
         self._heard = heard = Prompt[None](loop=self._result.get_loop())
         self._result.add_done_callback(lambda _: None if heard.done() else heard.hand(None))
         return request_id, data
+
+    def _pieces(self) -> list[memoryview] | list[bytes]:
+        """The bytes, which are few, read here and now."""
+        outgoing, offer = self._outgoing, self._outgoing.offer
+        if offer.src_blocks or offer.tensors > FEW_TENSORS:
+            return [join(self._lend())]
+        tensors = range(offer.src_tensor, offer.src_tensor + offer.tensors)
+        return outgoing.backend.slices(outgoing.entry.regions, tensors, start=offer.start, nbytes=offer.per_tensor)
 
     @property
     def _brief(self) -> bool:

@@ -14,8 +14,9 @@ from kvpull_async import aims
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Job, Workers
 from kvpull_async.aims import Place
+from kvpull_async.gathering import fill
 from kvpull_async.lane import Lane
-from kvpull_async.memory.base import FEW_ROWS, Span, copy_batches, lend_bytes, no_memory, planned
+from kvpull_async.memory.base import FEW_ROWS, FEW_TENSORS, Span, copy_batches, lend_bytes, no_memory, planned
 from kvpull_async.observe import Counters, Log, key_text
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Pin, Registry
@@ -68,6 +69,15 @@ class Receiving:
         deadline = Deadline.after_ms(offer.remaining_ms)
         return not deadline.expired and _Receipt(self, offer, tail, deadline).taken()
 
+    def put(self, place: Place) -> None:
+        """Few bytes that came with the offer, here and now."""
+        backend, count = self._registry.backend, len(place.regions)
+        if place.start is not None and count <= FEW_TENSORS:
+            nbytes = place.nbytes // count
+            fill(backend.slices(place.regions, range(count), start=place.start, nbytes=nbytes), place.payload)
+        else:
+            self.copy(place)
+
     def copy(self, place: Place) -> Transfer | None:
         """Bytes that came with the offer; None when they are in their place already."""
         backend = self._registry.backend
@@ -119,7 +129,7 @@ class _Receipt:
             if any(entry.quarantined for entry in place.entries):
                 return False
             self._tell_started(place)
-            self._receiving.copy(place)
+            self._receiving.put(place)
         except (LLMException, OSError, ValueError) as error:
             self._refuse(error, unsafe=False)
         else:

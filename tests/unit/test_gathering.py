@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvpull_async._workers import Workers
-from kvpull_async.gathering import gathered
+from kvpull_async.gathering import fill, gathered
 from kvpull_async.memory.base import Batches
 from tests.loop_nodes import eventually
 from tests.serving import Scene
@@ -41,6 +41,12 @@ async def test_p7_memory_is_held_while_a_worker_reads_whoever_still_waits() -> N
     gate.set()
     await eventually(lambda: not scene.entry.busy)
     scene.workers.close(5.0)
+
+
+def test_each_piece_gets_its_part_of_the_payload() -> None:
+    memory = bytearray(8)
+    fill([memoryview(memory)[5:8], memoryview(memory)[0:2]], b"abcde")
+    assert memory == b"de\0\0\0abc"
 
 
 async def test_memory_that_no_worker_takes_is_not_held() -> None:

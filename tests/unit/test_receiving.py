@@ -105,6 +105,34 @@ async def test_few_bytes_that_ride_on_an_offer_are_taken_on_the_spot() -> None:
     await eventually(lambda: sorted(scene.lane.ended) == list(range(1, 14)))
 
 
+async def test_few_bytes_for_blocks_or_for_many_tensors_are_taken_on_the_spot_too() -> None:
+    scene = Scene()
+    entry = allocated(scene, [4, 8], blocks=5)
+    fields = {"key": "blocks", "model_id": 5, "blocks": 2, "block_nbytes": 8, "per_tensor": 12}
+    scene.offer(1, table(3, 0) + bytes(range(1, 25)), **fields)
+    assert [result.status for result in scene.of(frames.Result)] == [OK]
+    ends = [bytes(range(first, first + 8)) for first in (1, 13)]
+    assert contents(entry) == [
+        bytes(range(f + 8, f + 12)) + bytes(20) + end for f, end in zip((1, 13), ends, strict=True)
+    ]
+    addresses = [scene.entry.regions[0].address + number for number in range(100)]
+    scene.offer(2, table(*addresses) + bytes(range(100, 200)), key="address", tensors=100, per_tensor=1)
+    assert [result.status for result in scene.of(frames.Result)] == [OK, OK]
+    assert contents(scene.entry)[0][:100] == bytes(range(100, 200))
+
+
+async def test_a_quarantined_destination_is_not_written_on_the_spot() -> None:
+    scene = Scene()
+    writer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    scene.entry.quarantine(writer)
+    scene.offer(1, BYTES)
+    await asyncio.sleep(0.01)
+    assert (scene.lane.said, untouched(scene)) == ([], True)
+    writer.set_result(None)
+    assert (await scene.result(1)).status == OK
+    assert landed(scene)
+
+
 async def test_an_offer_to_addresses_is_told_under_the_first() -> None:
     scene = Scene()
     first, second = (region.address for region in scene.entry.regions)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
 
 from kvpull_async._deadline import Deadline
 from kvpull_async.link import Link
+from kvpull_async.linkage import lost_with
 from kvpull_async.managers.checks import invalid
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.node import Node
@@ -16,9 +16,6 @@ from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 
 __all__ = ["described", "link_to", "published"]
-
-_NOTICE: Final = 0.5
-"""Seconds within which a connection that has broken is known to be lost."""
 
 
 def link_to(node: Node, cluster_id: int) -> Link:
@@ -53,10 +50,8 @@ async def _appeared(link: Link, watch: Callable[[int], frames.Watch], deadline: 
     except LLMException as error:
         if error.status_code == LLMStatusCode.LLM_LINK_BUSY:
             raise
-        await asyncio.wait([lane.lost], timeout=_NOTICE)
-        if not lane.lost.done():
+        if not await lost_with(lane, deadline):
             raise
-        await asyncio.sleep(0)  # the link hears of it now
         return False
     return True
 
