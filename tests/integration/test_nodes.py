@@ -125,7 +125,7 @@ def test_use_before_init_and_after_finalize_is_a_runtime_error() -> None:
     for api in (AWAITED, BLOCKING):
         node = api.package.LLMDataDist(LLMRole.MIX, 3)
         for _ in range(2):
-            for name in ("cache_manager", "kv_cache_manager", "listen_address", "counters"):
+            for name in ("cache_manager", "kv_cache_manager", "listen_address"):
                 with pytest.raises(RuntimeError, match="init"):
                     getattr(node, name)
             for call in (lambda node=node: node.link_clusters([]), lambda node=node: node.switch_role(LLMRole.MIX)):
