@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -25,7 +25,8 @@ from quiet import Neighbours, quiet_ones
 from workloads import KIB, BlocksPull, Shape, Workload, wrong_bytes
 
 BOUND: Final = 10.0
-SHAPE: Final = Shape(tensors=2, blocks=16_384, block_nbytes=16 * KIB)
+SHAPE: Final = Shape(tensors=8, blocks=16_384, block_nbytes=8 * KIB)
+"""Four layers. What is not the copy hardly grows with the tensors, so that it is a smaller part of larger models."""
 QUICK_SHAPE: Final = Shape(tensors=2, blocks=256, block_nbytes=4 * KIB)
 SEED: Final = 9
 MEMORY: Final = {"memory of the callers": False, "caches of the library": True}
@@ -127,9 +128,11 @@ def tell(found: Mapping[str, Sequence[Timed]], shape: Shape) -> dict[str, tuple[
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     standard_arguments(parser)
+    parser.add_argument("--tensors", type=int, default=SHAPE.tensors, help="of each side (8)")
     parser.add_argument("--pulls", type=int, default=15, help="timed pulls of each kind (15)")
     options = parsed(parser)
-    shape, pulls = (QUICK_SHAPE, 2) if options.quick else (SHAPE, options.pulls)
+    whole_shape = replace(SHAPE, tensors=options.tensors)
+    shape, pulls = (QUICK_SHAPE, 2) if options.quick else (whole_shape, options.pulls)
     found = {
         f"{memory}, {face}": measure(shape, allocated=allocated, face=face, pulls=pulls, patience=options.patience)
         for memory, allocated in MEMORY.items()

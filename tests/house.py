@@ -53,6 +53,7 @@ LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 # A lower part that names a higher one in annotations only, below `if TYPE_CHECKING:`.
 UPWARD_FOR_TYPES = {
+    ("memory.base", "plan"),  # a span says how its plan is made, and makes none
     ("turn", "link"),  # a turn is spent on a link, which runs turns one after another and never makes one
 }
 

@@ -11,13 +11,17 @@ callers check a layer range against the cache's tensor count before they build o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async.status import LLMException, LLMStatusCode
 
 __all__ = [
+    "Pieces",
     "Segments",
+    "block_pieces",
     "block_segments",
     "check_block_pairs",
     "check_bounds",
@@ -33,6 +37,16 @@ __all__ = [
 ]
 
 Segments = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The same pieces of each of some tensors: byte offsets and lengths within a tensor, in order."""
+
+    tensors: range
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
 
 _UINT32_MAX = 2**32 - 1
 _MOST_ROWS = 2**24
@@ -108,6 +122,11 @@ def block_segments(
     Raises LLMException with LLM_PARAM_INVALID for a negative block; the upper end is for ``check_bounds``.
     """
     return _for_each_tensor(tensors, *_runs(blocks, block_nbytes, runs))
+
+
+def block_pieces(tensors: range, blocks: NDArray[np.int64], *, block_nbytes: int, runs: NDArray[np.intp]) -> Pieces:
+    """As ``block_segments``, without a row for each tensor."""
+    return Pieces(tensors, *_runs(blocks, block_nbytes, runs))
 
 
 def shared_runs(one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.intp]:

@@ -153,8 +153,8 @@ class _Destination:
     def segments(self, per_tensor: int) -> NDArray[np.int64]:
         raise NotImplementedError
 
-    def _shared_runs(self) -> NDArray[np.intp] | None:
-        """For a path that reads by itself: both tables cut alike."""
+    def alike(self) -> Callable[[], tuple[plan.Pieces, plan.Pieces]] | None:
+        """For a path that reads by itself: the same pieces of all tensors, on both sides."""
         return None
 
     def fits(self, per_tensor: int) -> bool:
@@ -189,13 +189,13 @@ class _Destination:
         src = self.given.src_tensors
         tensors = range(len(self.tensors)) if src is None else src
         if isinstance(self.given.key, BlocksCacheKey):
-            blocks, size, runs = self.given.src_blocks, self.entry.entry_nbytes, self._shared_runs()
-            return partial(plan.block_segments, tensors, blocks, block_nbytes=size, runs=runs)
+            return partial(plan.block_segments, tensors, self.given.src_blocks, block_nbytes=self.entry.entry_nbytes)
         return partial(plan.run_segments, tensors, start=grant.start, size=grant.per_tensor)
 
     def span(self, grant: frames.Grant) -> Span:
         most_rows = len(self.tensors) * max(1, self.given.dst_blocks.size)
-        return Span(self.entry.regions, partial(self.segments, grant.per_tensor), self._landed, most_rows)
+        rows = partial(self.segments, grant.per_tensor)
+        return Span(self.entry.regions, rows, self._landed, most_rows, self.alike())
 
     def land(self, grant: frames.Grant) -> tuple[Batches, int]:
         if grant.tensors != len(self.tensors) or not self.fits(grant.per_tensor):
@@ -260,11 +260,17 @@ class IntoBlocks(_Destination):
         self.per_tensor: int = given.dst_blocks.size * entry.entry_nbytes
         super().__init__(given, entry)
 
-    _runs: NDArray[np.intp] | None = None
+    def alike(self) -> Callable[[], tuple[plan.Pieces, plan.Pieces]] | None:
+        return None if self._sliced else self._pieces
 
-    def _shared_runs(self) -> NDArray[np.intp] | None:
-        self._runs = plan.shared_runs(self.given.src_blocks, self.given.dst_blocks)
-        return self._runs
+    def _pieces(self) -> tuple[plan.Pieces, plan.Pieces]:
+        given, size = self.given, self.entry.entry_nbytes
+        runs = plan.shared_runs(given.src_blocks, given.dst_blocks)
+        src = range(len(self.tensors)) if given.src_tensors is None else given.src_tensors
+        return (
+            plan.block_pieces(src, given.src_blocks, block_nbytes=size, runs=runs),
+            plan.block_pieces(self.tensors, given.dst_blocks, block_nbytes=size, runs=runs),
+        )
 
     @property
     def _sliced(self) -> bool:
@@ -285,4 +291,4 @@ class IntoBlocks(_Destination):
         blocks, size = self.given.dst_blocks, self.entry.entry_nbytes
         if self._sliced:
             return plan.slice_segments(self.tensors, blocks, block_nbytes=size, per_tensor=per_tensor)
-        return plan.block_segments(self.tensors, blocks, block_nbytes=size, runs=self._runs)
+        return plan.block_segments(self.tensors, blocks, block_nbytes=size)

@@ -12,13 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import Placement
+
+if TYPE_CHECKING:
+    from kvpull_async.plan import Pieces
 
 __all__ = [
     "FEW_ROWS",
@@ -88,6 +91,10 @@ class Span:
     landed: Callable[[int], None] | None = None
     most_rows: int = 2**63 - 1
     """No more than these come from `rows`."""
+    alike: Callable[[], tuple[Pieces, Pieces]] | None = None
+    """Where the bytes are the same pieces of many tensors on both sides, cut alike: the source's pieces and these. That
+    is the same as the rows, in a form that does not grow with the tensors.
+    """
 
 
 class MemoryBackend(ABC):

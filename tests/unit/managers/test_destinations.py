@@ -215,9 +215,13 @@ async def test_blocks_are_read_where_they_were_asked_for(streamed: Table, layers
     await streamed.pull_blocks(BlocksCacheKey(1, 6), [8, 9, 4], [2, 0, 1], **layers)
     expected = streamed.link.path.expected[-1]
     assert [tuple(row) for row in expected.reading().tolist()] == [
-        (tensor, start, 100) for tensor in range(first, first + 4) for start in (800, 900, 400)
+        row for tensor in range(first, first + 4) for row in ((tensor, 800, 200), (tensor, 400, 100))
     ]
-    assert expected.reading()[:, 2].tolist() == expected.span.rows()[:, 2].tolist()  # cut alike
+    assert plan.total(expected.reading()) == plan.total(expected.span.rows())
+    src, dst = expected.span.alike()  # cut where either side is
+    assert (src.tensors, src.offsets.tolist()) == (range(first, first + 4), [800, 900, 400])
+    assert (dst.tensors, dst.offsets.tolist()) == (range(4), [200, 0, 100])
+    assert src.lengths.tolist() == dst.lengths.tolist() == [100] * 3
 
 
 async def test_an_entry_cut_into_blocks_is_read_in_one_run_of_each_tensor(streamed: Table) -> None:

@@ -20,7 +20,7 @@ from kvpull_async import plan
 from kvpull_async._workers import Workers, report_to
 from kvpull_async.memory.base import FEW_ROWS, Batches, Span
 from kvpull_async.memory.copying import CancelFlag
-from kvpull_async.plan import Segments
+from kvpull_async.plan import Pieces, Segments
 from kvpull_async.status import LLMException
 from kvpull_async.transport.shm.remote import Cache
 
@@ -173,17 +173,41 @@ class Reading:
                 landed(int(rows.ends[rows.starts[self._prefix] - 1]))
 
     def _plan(self, span: Span) -> _Rows:
+        bases = np.array([region.address for region in span.regions], np.uint64).view(np.int64)
+        if span.alike is not None:
+            src_pieces, dst_pieces = span.alike()
+            if int(dst_pieces.lengths.max()) <= _CHUNK:
+                return self._plan_alike(src_pieces, dst_pieces, bases)
         src, dst = self._reading(), span.rows()
         plan.check_bounds(src, tensors=len(self._cache.bases), tensor_nbytes=self._cache.tensor_nbytes)
         if plan.total(dst) != self._nbytes:
             raise ValueError(f"the destination takes {plan.total(dst)} bytes, {self._nbytes} were granted")
         pairs = plan.cut(plan.pair(src, dst), limit=_CHUNK)
-        bases = np.array([region.address for region in span.regions], np.uint64).view(np.int64)
         lengths = np.ascontiguousarray(pairs[:, 4])
         ends = np.cumsum(lengths)
         return _Rows(
             bases[pairs[:, 2]] + pairs[:, 3],
             self._cache.bases[pairs[:, 0]] + pairs[:, 1],
+            lengths,
+            _starts(ends),
+            ends,
+        )
+
+    def _plan_alike(self, src: Pieces, dst: Pieces, bases: NDArray[np.int64]) -> _Rows:
+        tensors = len(dst.tensors)
+        first, end = int(src.offsets.min()), int((src.offsets + src.lengths).max())
+        if first < 0 or end > self._cache.tensor_nbytes or src.tensors.stop > len(self._cache.bases):
+            raise ValueError(
+                f"bytes {first}..{end} of tensors up to {src.tensors.stop - 1} are outside a cache of "
+                f"{len(self._cache.bases)} tensors of {self._cache.tensor_nbytes} bytes"
+            )
+        if int(dst.lengths.sum()) * tensors != self._nbytes or len(src.tensors) != tensors:
+            raise ValueError(f"{tensors} tensors take another number of bytes than the {self._nbytes} granted")
+        lengths = np.tile(dst.lengths, tensors)
+        ends = np.cumsum(lengths)
+        return _Rows(
+            _each(bases[dst.tensors.start : dst.tensors.stop], dst.offsets),
+            _each(self._cache.bases[src.tensors.start : src.tensors.stop], src.offsets),
             lengths,
             _starts(ends),
             ends,
@@ -208,6 +232,11 @@ class Reading:
                 self._cache.check()  # the landing tells what has landed, and that is final
             if at != self._nbytes or at != plan.total(src):
                 raise ValueError(f"{at} bytes landed, {plan.total(src)} were to be read, {self._nbytes} granted")
+
+
+def _each(bases: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The addresses of the same places in each of some tensors, tensor after tensor."""
+    return (bases[:, np.newaxis] + offsets).reshape(-1)
 
 
 def _starts(ends: NDArray[np.int64]) -> list[int]:

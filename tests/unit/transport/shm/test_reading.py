@@ -8,13 +8,16 @@ import itertools
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpull_async import plan
 from kvpull_async._workers import Workers
+from kvpull_async.memory.base import Span
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.shm import reading as reading_module
 from kvpull_async.transport.shm.reading import Reading, _starts
@@ -161,6 +164,56 @@ async def test_a_grant_of_another_size_is_an_error(
     source, target = Source(), Target()
     reading = start(source, table((0, 0, 10)), target, table((0, 0, destination)), nbytes=granted)
     await failed(reading, ValueError)
+
+
+def alike(src: plan.Pieces, dst: plan.Pieces, target: Target) -> Span:
+    """A destination that says in both ways where the bytes go."""
+    return replace(target.span(rows_of(dst)), alike=lambda: (src, dst))
+
+
+def rows_of(pieces: plan.Pieces) -> Rows:
+    return table(*((t, o, n) for t in pieces.tensors for o, n in zip(pieces.offsets, pieces.lengths, strict=True)))
+
+
+@pytest.mark.parametrize("size", [1, 100, 3 * 1024, 2 * CHUNK + 5], ids=str)
+async def test_the_same_pieces_of_many_tensors_land_where_their_rows_say(workers: Workers, size: int) -> None:
+    """Short ones are planned for all tensors at once; such as are longer than a chunk as any others."""
+    source, target = Source(5, 9 * size), Target(4, 9 * size)
+    blocks = [np.array(numbers) for numbers in ([7, 8, 2, 0, 1], [3, 4, 8, 1, 2])]
+    runs = plan.shared_runs(*blocks)
+    src, dst = (
+        plan.block_pieces(tensors, numbers, block_nbytes=size, runs=runs)
+        for tensors, numbers in zip((range(2, 5), range(3)), blocks, strict=True)
+    )
+    assert dst.lengths.tolist() == [2 * size, size, 2 * size]
+    reading = Reading(workers, source, lambda: rows_of(src), alike(src, dst, target), nbytes=15 * size)
+    await settled(reading)
+    assert reading.done.result() == 15 * size
+    assert (target.content == expected(source, rows_of(src), target, rows_of(dst))).all()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "offsets", "nbytes"),
+    [
+        (range(4), [0, 64], 512),
+        (range(1, 4), [0, 64], 384),
+        (range(3), [0, 64 * KIB - 63], 384),
+        (range(3), [-1, 64], 384),
+        (range(3), [0, 64], 383),
+        (range(2), [0, 64], 384),
+    ],
+    ids=str,
+)
+async def test_pieces_outside_of_the_sources_cache_are_never_read(
+    workers: Workers, tensors: range, offsets: list[int], nbytes: int
+) -> None:
+    source, target, lengths = Source(3), Target(4), np.array([64, 64])
+    src = plan.Pieces(tensors, np.array(offsets), lengths)
+    dst = plan.Pieces(range(len(tensors)) if len(tensors) > 2 else range(3), np.array([0, 64]), lengths)
+    reading = Reading(workers, source, lambda: rows_of(src), alike(src, dst, target), nbytes=nbytes)
+    await failed(reading, ValueError)
+    assert not source.copied
+    assert target.untouched
 
 
 # -- the source goes ---------------------------------------------------------------------------------------------------
