@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from kvpull_async import LLMStatusCode
 from tests import house
 
@@ -19,6 +21,8 @@ def rows(text: str) -> list[tuple[str, int]]:
 def names_in_source() -> set[str]:
     """Statuses that the library's own code names, outside the list of them and outside what helps testing."""
     sources = [path for path in (house.ROOT / "src").rglob("*.py") if path.name != "status.py"]
+    if not sources:
+        pytest.skip("an installed package is tested; there are no sources beside it")
     texts = [path.read_text() for path in sources if "testing" not in path.parts]
     return {name for text in texts for name in re.findall(r"LLMStatusCode\.(LLM_\w+)", text)}
 
