@@ -10,7 +10,7 @@ from kvpull_async.engine import (
     live_engines,
 )
 from kvpull_async.layers import LayerPull
-from kvpull_async.managers.manager import Manager, Operation, not_enabled, remap_registered_memory
+from kvpull_async.managers.manager import Manager, Operation, remap_registered_memory
 from kvpull_async.tasks import TransferTask, wait_seconds
 from kvpull_async.transport.base import Address
 
@@ -29,7 +29,6 @@ __all__ = [
     "close_awaited",
     "close_bounded",
     "live_engines",
-    "not_enabled",
     "remap_registered_memory",
     "wait_seconds",
 ]

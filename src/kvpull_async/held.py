@@ -214,10 +214,6 @@ class Entry:
         for pin in tuple(self._pins):
             pin.cut()
 
-    def belongs_to(self, backend: MemoryBackend) -> bool:
-        """Whether it is of the node whose memory that is."""
-        return self._backend is backend
-
     async def idle(self, deadline: Deadline, *, writers_only: bool = False) -> bool:
         """Wait until nothing is pinned or quarantined (or, with `writers_only`, only the latter); False when the
         deadline came first.
