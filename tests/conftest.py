@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import signal
 import sys
 import threading
 import time
@@ -33,6 +34,11 @@ _TASKS = pytest.StashKey[list[str]]()
 
 
 # Probes: what there is now, as {key that stays the same: description}.
+
+
+# A shell that puts a command into the background has it ignore Ctrl-C, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _threads() -> dict[object, str]:
