@@ -12,8 +12,14 @@ import numpy as np
 
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Frame, Message
-from kvpull_async.protocol.session import Asked, Identity, Session, State
+from kvpull_async.protocol.session import Asked, Failed, Identity, Session, State
 from kvpull_async.status import LLMStatusCode
+
+
+def framed(message: Message, tail: bytes = b"") -> Frame:
+    """The frame of a message as a decoder gives it."""
+    return Frame(message, tail, msgspec.msgpack.encode(message) if isinstance(message, frames.Hello) else b"")
+
 
 _ID16, _NONCE, _PROOF = bytes(range(16)), bytes(range(32)), b"\xaa" * 32
 _REQUEST = frames.Request(
@@ -29,7 +35,7 @@ _OFFER = frames.Offer(
 SAMPLES: dict[str, Frame] = {
     type(frame.message).__name__: frame
     for frame in (
-        Frame(frames.Hello("kvpull", frames.VERSION, 5, 2, _ID16, _NONCE, 0, b"", True, ["tcp"])),
+        framed(frames.Hello("kvpull", frames.VERSION, 5, 2, _ID16, _NONCE, 0, b"", True, ["tcp"])),
         Frame(frames.Challenge(frames.VERSION, _ID16, _NONCE, True)),
         Frame(frames.Prove(_PROOF)),
         Frame(frames.Welcome(2, _PROOF, _ID16, [("tcp", b""), ("shm", b"a name")])),
@@ -52,6 +58,8 @@ SAMPLES: dict[str, Frame] = {
         Frame(frames.Result(1, int(LLMStatusCode.LLM_PARAM_INVALID), "block 5: the receiver has 4", unsafe=False)),
         Frame(frames.Watch(2, "request", 7, 0, 0)),
         Frame(frames.Appeared(2)),
+        Frame(frames.Digest(2, b"12345678")),
+        Frame(frames.Lease(9, "pull-9", "request", 7, 0, 0, 5000)),
     )
 }
 """One frame of every kind, by the message's name."""
@@ -169,3 +177,21 @@ PLAIN: dict[str, Message] = {name: frame.message for name, frame in SAMPLES.item
     "Welcome": frames.Welcome(2, b"", _ID16, [("tcp", b"")]),
 }
 """A message of every kind, as peers without a secret send it."""
+
+
+def refused(dialer: Session, acceptor: Session) -> tuple[Failed, Failed]:
+    """Greet to the end; both sides must have failed. What the dialling and what the accepting side says."""
+    dialer.start()
+    exchange(dialer, acceptor)
+    mine, theirs = drained(dialer), drained(acceptor)
+    assert [type(event) for event in (*mine, *theirs)] == [Failed, Failed]
+    return mine[0], theirs[0]
+
+
+def sent(session: Session) -> list[Message]:
+    decoder = frames.Decoder(1 << 30)
+    decoder.feed(session.take_output())
+    found = []
+    while (frame := decoder.next_frame()) is not None:
+        found.append(frame.message)
+    return found

@@ -23,10 +23,12 @@ from kvpull_async.protocol.messages import (
     Challenge,
     Check,
     Checked,
+    Digest,
     Done,
     DoneAck,
     Grant,
     Hello,
+    Lease,
     Message,
     Offer,
     Ping,
@@ -47,6 +49,7 @@ __all__ = [
     "INLINE_MOST",
     "MAGIC",
     "MESSAGES",
+    "OLDEST",
     "TAIL_LIMIT",
     "VERSION",
     "Accept",
@@ -58,12 +61,14 @@ __all__ = [
     "Check",
     "Checked",
     "Decoder",
+    "Digest",
     "Done",
     "DoneAck",
     "Frame",
     "FrameError",
     "Grant",
     "Hello",
+    "Lease",
     "Message",
     "Offer",
     "Ping",
@@ -82,7 +87,11 @@ __all__ = [
 ]
 
 MAGIC: Final = "kvpull"
-VERSION: Final = 3
+VERSION: Final = 4
+OLDEST: Final = 4
+"""The oldest version that is still spoken. A new version appends fields, with defaults, and kinds of message; it sends
+them only to a peer that speaks it, and readers skip fields that they do not know.
+"""
 HEADER: Final = struct.Struct("<IBI")
 BODY_LIMIT: Final = 64 * 1024
 GREETING_LIMIT: Final = 4 * 1024
@@ -105,6 +114,8 @@ _WITH_TAIL = (Request.kind, Grant.kind, Offer.kind)
 class Frame(msgspec.Struct, frozen=True):
     message: Message
     tail: bytes | memoryview = b""
+    body: bytes = b""
+    """As it came, of a HELLO only: it may say more than this version knows, and all of it is proven."""
 
 
 def encode(message: Message, *tail: bytes | memoryview) -> bytes:
@@ -201,6 +212,6 @@ class Decoder:
 
 def _frame(kind: int, body: bytes | bytearray | memoryview, tail: bytes | memoryview) -> Frame:
     try:
-        return Frame(_DECODERS[kind].decode(body), tail)
+        return Frame(_DECODERS[kind].decode(body), tail, bytes(body) if kind == Hello.kind else b"")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(f"a malformed {MESSAGES[kind].__name__} frame: {error}") from error

@@ -16,10 +16,12 @@ __all__ = [
     "Challenge",
     "Check",
     "Checked",
+    "Digest",
     "Done",
     "DoneAck",
     "Grant",
     "Hello",
+    "Lease",
     "Message",
     "Offer",
     "Ping",
@@ -39,6 +41,7 @@ Name = Annotated[str, msgspec.Meta(max_length=64)]
 Id16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Token = Annotated[bytes, msgspec.Meta(max_length=32)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Sum = Annotated[bytes, msgspec.Meta(max_length=64)]
 Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]
@@ -55,6 +58,7 @@ class Hello(_Body, frozen=True):
     """The dialling side's first frame. `asked` is the cluster id that it expects to find. `token` is empty on a link's
     first connection and names the link afterwards. `paths` are the kinds of data path it can use, best first; on the
     second connection it is the one that was chosen. `group` names the meeting it comes to, "" the ordinary listener.
+    `version` is the newest that it speaks, `oldest` the oldest.
     """
 
     kind: ClassVar[int] = 1
@@ -69,9 +73,13 @@ class Hello(_Body, frozen=True):
     authenticates: bool
     paths: Names
     group: Name = ""
+    oldest: int = 0
+    """0: no older one than `version`."""
 
 
 class Challenge(_Body, frozen=True):
+    """`version` is the one that both sides speak from here on."""
+
     kind: ClassVar[int] = 2
     version: int
     incarnation: Id16
@@ -141,6 +149,8 @@ class Request(_Body, frozen=True):
     """Refuse unless the source's data type and the shape of its entries are these; an empty shape is any."""
     waits: bool = False
     """A refusal for want of the key is no failure: the puller waits until it is here, and asks again."""
+    verify: Name = ""
+    """The sum over the granted bytes, in the order of the request, that the source is to send in a DIGEST, or none."""
 
 
 class Grant(_Body, frozen=True):
@@ -161,6 +171,14 @@ class Grant(_Body, frozen=True):
     ticket: Annotated[bytes, msgspec.Meta(max_length=4096)] | None = None
     start: Count = 0
     entry_nbytes: Count = 0
+
+
+class Digest(_Body, frozen=True):
+    """The sum over a grant's bytes at the source, if it was asked for: after GRANT, as soon as it is known."""
+
+    kind: ClassVar[int] = 24
+    request_id: U64
+    digest: Sum
 
 
 class Refuse(_Body, frozen=True):
@@ -245,6 +263,8 @@ class Offer(_Body, frozen=True):
     inline: bool
     begun: bool
     ticket: Annotated[bytes, msgspec.Meta(max_length=4096)] | None = None
+    verify: Name = ""
+    """The sum over the bytes, in the order of the offer, that the receiver is to return in its RESULT, or none."""
 
 
 class Accept(_Body, frozen=True):
@@ -255,13 +275,27 @@ class Accept(_Body, frozen=True):
 
 
 class Result(_Body, frozen=True):
-    """What became of an offer; nothing writes to the destination any more, unless it is `unsafe`."""
+    """What became of an offer, or a lease; nothing writes to an offer's destination any more, unless it is `unsafe`."""
 
     kind: ClassVar[int] = 21
     request_id: U64
     status: int
     reason: Text
     unsafe: bool
+    digest: Sum = b""
+
+
+class Lease(_Body, frozen=True):
+    """Keep what is named, as in a REQUEST, for `lease_ms` from now on, or, with 0, give it up: nobody will pull it."""
+
+    kind: ClassVar[int] = 25
+    request_id: U64
+    pull_id: Name
+    key: Name
+    identity: int
+    model_id: U64
+    entry: Count
+    lease_ms: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class Watch(_Body, frozen=True):
@@ -301,6 +335,7 @@ Message = (
     | Pong
     | Request
     | Grant
+    | Digest
     | Refuse
     | Cancel
     | Done
@@ -311,6 +346,7 @@ Message = (
     | Offer
     | Accept
     | Result
+    | Lease
     | Watch
     | Appeared
     | Bye
@@ -320,6 +356,6 @@ MESSAGES: Final[dict[int, type[Message]]] = {
     message.kind: message
     for message in (
         Hello, Challenge, Prove, Welcome, Reject, Ping, Pong, Request, Grant, Refuse, Cancel, Done, DoneAck, Check,
-        Checked, Read, Offer, Accept, Result, Watch, Appeared, Bye, ByeAck,
+        Checked, Read, Offer, Accept, Result, Watch, Appeared, Digest, Lease, Bye, ByeAck,
     )
 }  # fmt: skip

@@ -7,17 +7,15 @@ the session ends in FAILED with a reason. After each call the owner must send wh
 from __future__ import annotations
 
 import enum
-import hashlib
-import hmac
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
-from kvpull_async.protocol import frames
+from kvpull_async.protocol import frames, proof
+from kvpull_async.protocol.events import Asked, Event, Failed, Ready, Received
 from kvpull_async.protocol.frames import Decoder, Frame, FrameError, Message
 from kvpull_async.protocol.identity import Identity, Peer
 from kvpull_async.status import LLMStatusCode, status_of
@@ -31,7 +29,6 @@ FRAMES_AT_ONCE: Final = 128
 TABLES_LIMIT: Final = 2 * frames.TAIL_LIMIT
 """Most bytes of tables that a peer's requests in flight may hold here."""
 READY_LIMIT: Final = frames.BODY_LIMIT + frames.TAIL_LIMIT
-_LABEL: Final = b"kvpull link 1"
 _REASON_LIMIT: Final = 1000
 
 
@@ -48,48 +45,20 @@ class State(enum.Enum):
 _OVER: Final = (State.FAILED, State.CLOSED)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A peer has proven itself and asks for a link: answer with `welcome` or `reject`."""
-
-    peer: Peer
-
-
-@dataclass(frozen=True)
-class Ready:
-    peer: Peer
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Terminal. `by_peer` is true when the peer refused us, false when the connection itself went wrong."""
-
-    reason: str
-    status: LLMStatusCode
-    by_peer: bool = False
-
-
-@dataclass(frozen=True)
-class Received:
-    message: Message
-    tail: bytes | memoryview = b""
-    """A grant's payload may be a view of what `receive` was given, and is then valid as long."""
-
-
-Event = Asked | Ready | Failed | Received
-Asking = frames.Request | frames.Offer | frames.Watch
+Asking = frames.Request | frames.Offer | frames.Watch | frames.Lease
 Answering = frames.Grant | frames.Refuse | frames.Result | frames.Appeared | frames.Accept
 _ANSWERS: Final[dict[type[Asking], tuple[type[Answering], ...]]] = {
     frames.Request: (frames.Grant, frames.Refuse),
     frames.Offer: (frames.Accept, frames.Result),
     frames.Watch: (frames.Appeared,),
+    frames.Lease: (frames.Result,),
 }
 
-_ASKING: Final = (frames.Request, frames.Offer, frames.Watch)
+_ASKING: Final = (frames.Request, frames.Offer, frames.Watch, frames.Lease)
 _ENDING: Final = (frames.Grant, frames.Refuse, frames.Result, frames.Appeared)
-"""What ends a request, an offer or a watch."""
+"""What ends a request, an offer, a watch or a lease."""
 _TO_SERVER: Final = (*_ASKING, frames.Cancel, frames.Done, frames.Check, frames.Read, frames.Bye)
-_TO_REQUESTER: Final = (*_ENDING, frames.Accept, frames.DoneAck, frames.Checked, frames.ByeAck)
+_TO_REQUESTER: Final = (*_ENDING, frames.Accept, frames.Digest, frames.DoneAck, frames.Checked, frames.ByeAck)
 
 
 class Session:
@@ -122,6 +91,8 @@ class Session:
         self._events: deque[Event] = deque()
         self._output: list[bytes] = []
         self._hello: frames.Hello | None = None
+        self._hello_frame = b""
+        self._secret: bytes | None = None
         self._challenge: frames.Challenge | None = None
         self._last_request = 0
         self._open: dict[int, int] = {}
@@ -139,6 +110,7 @@ class Session:
 
     def start(self) -> None:
         """The dialling side's first step."""
+        self._secret = proof.secret_with(self._identity, self._asked_id)
         self._hello = frames.Hello(
             magic=frames.MAGIC,
             version=frames.VERSION,
@@ -148,11 +120,13 @@ class Session:
             nonce=self._nonce,
             lane=self._lane,
             token=self._token,
-            authenticates=self._identity.secret is not None,
+            authenticates=self._identity.authenticates,
             paths=list(self._identity.paths),
             group=self._identity.group,
+            oldest=frames.OLDEST,
         )
-        self._put(self._hello)
+        self._hello_frame = frames.encode(self._hello)
+        self._output.append(self._hello_frame)
         self.state = State.GREETING
 
     def receive(self, data: bytes | memoryview) -> None:
@@ -250,7 +224,7 @@ class Session:
         elif isinstance(message, frames.Reject) and self._dialer:
             self._rejected(message)
         elif isinstance(message, frames.Hello) and not self._dialer and self.state is State.NEW:
-            self._greeted(message)
+            self._greeted(message, frame.body)
         elif isinstance(message, frames.Challenge) and self._dialer and self.state is State.GREETING:
             self._challenged(message)
         elif isinstance(message, frames.Prove) and not self._dialer and self.state is State.PROVING:
@@ -260,32 +234,37 @@ class Session:
         else:
             self.fail(f"{type(message).__name__} in state {self.state.value}", LLMStatusCode.LLM_LINK_FAILED)
 
-    def _greeted(self, hello: frames.Hello) -> None:
-        self._hello = hello
+    def _greeted(self, hello: frames.Hello, body: bytes) -> None:
+        self._hello, self._hello_frame = hello, proof.framed(body)
         self._lane = hello.lane
+        version = proof.agreed(hello)
         if hello.magic != frames.MAGIC:
             self.reject(LLMStatusCode.LLM_LINK_FAILED, "the peer does not speak the kvpull protocol")
-        elif hello.version != frames.VERSION:
-            self.reject(LLMStatusCode.LLM_LINK_FAILED, _versions(dialer=hello.version, acceptor=frames.VERSION))
-        elif hello.authenticates != (self._identity.secret is not None):
-            who = "accepting" if self._identity.secret is not None else "dialling"
+        elif version is None:
+            theirs = (hello.oldest or hello.version, hello.version)
+            reason = proof.versions(dialer=theirs, acceptor=(frames.OLDEST, frames.VERSION))
+            self.reject(LLMStatusCode.LLM_LINK_FAILED, reason)
+        elif hello.authenticates != self._identity.authenticates:
+            who = "accepting" if self._identity.authenticates else "dialling"
             self.reject(LLMStatusCode.LLM_LINK_FAILED, f"only the {who} side has a link secret; give both the same")
         else:
+            self._secret = proof.secret_with(self._identity, hello.cluster_id)
             self._challenge = frames.Challenge(
-                version=frames.VERSION,
+                version=version,
                 incarnation=self._identity.incarnation,
                 nonce=self._nonce,
-                authenticates=self._identity.secret is not None,
+                authenticates=self._identity.authenticates,
             )
             self._put(self._challenge)
             self.state = State.PROVING
 
     def _challenged(self, challenge: frames.Challenge) -> None:
         self._challenge = challenge
-        if challenge.version != frames.VERSION:
-            versions = _versions(dialer=frames.VERSION, acceptor=challenge.version)
-            self.fail(versions, LLMStatusCode.LLM_LINK_FAILED)
-        elif challenge.authenticates != (self._identity.secret is not None):
+        if not frames.OLDEST <= challenge.version <= frames.VERSION:
+            theirs = (challenge.version, challenge.version)
+            reason = proof.versions(dialer=(frames.OLDEST, frames.VERSION), acceptor=theirs)
+            self.fail(reason, LLMStatusCode.LLM_LINK_FAILED)
+        elif challenge.authenticates != self._identity.authenticates:
             self.fail("only one side has a link secret; give both the same", LLMStatusCode.LLM_LINK_FAILED)
         else:
             self._put(frames.Prove(proof=self._proof()))
@@ -293,7 +272,7 @@ class Session:
 
     def _proven(self, prove: frames.Prove) -> None:
         assert self._hello is not None
-        if not hmac.compare_digest(prove.proof, self._proof()):
+        if not proof.same(prove.proof, self._proof()):
             self.reject(LLMStatusCode.LLM_LINK_FAILED, "the link secrets of the two sides differ")
             return
         if self._hello.asked != self._identity.cluster_id:
@@ -305,7 +284,7 @@ class Session:
 
     def _welcomed(self, welcome: frames.Welcome) -> None:
         assert self._challenge is not None
-        if not hmac.compare_digest(welcome.proof, self._proof(msgspec.structs.replace(welcome, proof=b""))):
+        if not proof.same(welcome.proof, self._proof(welcome)):
             self.fail("the link secrets of the two sides differ", LLMStatusCode.LLM_LINK_FAILED)
             return
         self._become_ready(
@@ -315,6 +294,7 @@ class Session:
                 lane=self._lane,
                 token=welcome.token,
                 offers=tuple(welcome.offers),
+                version=self._challenge.version,
             )
         )
 
@@ -330,19 +310,13 @@ class Session:
         self._events.append(Ready(peer))
 
     def _peer_of(self, hello: frames.Hello, *, token: bytes) -> Peer:
-        return Peer(hello.cluster_id, hello.incarnation, hello.lane, token, tuple(hello.paths), group=hello.group)
+        assert self._challenge is not None
+        paths, version = tuple(hello.paths), self._challenge.version
+        return Peer(hello.cluster_id, hello.incarnation, hello.lane, token, paths, group=hello.group, version=version)
 
     def _proof(self, welcome: frames.Welcome | None = None) -> bytes:
-        """HMAC over all that was said so far: no proof can be replayed, reflected, or moved to other words. The
-        dialling side proves the first two frames, the accepting side these and its welcome.
-        """
-        if self._identity.secret is None:
-            return b""
-        assert self._hello is not None
         assert self._challenge is not None
-        said: list[Message] = [self._hello, self._challenge, *([] if welcome is None else [welcome])]
-        text = _LABEL + b"".join(map(frames.encode, said))  # each frame begins with its kind and length
-        return hmac.new(self._identity.secret, text, hashlib.sha256).digest()
+        return proof.proof(self._secret, self._hello_frame, self._challenge, welcome)
 
     # -- the ready connection ---------------------------------------------------------------------------------------
 
@@ -359,6 +333,8 @@ class Session:
             self._answered(message, tail)
         elif isinstance(message, _ASKING):
             self._asked(message, bytes(tail))
+        elif isinstance(message, frames.Digest) and message.request_id > self._last_request:
+            self.fail(f"a digest for request {message.request_id}, never sent", LLMStatusCode.LLM_LINK_FAILED)
         else:
             self._events.append(Received(message))
 
@@ -393,7 +369,3 @@ class Session:
 
     def _put(self, message: Message, *tail: bytes | memoryview) -> None:
         self._output.append(frames.encode(message, *tail))
-
-
-def _versions(*, dialer: int, acceptor: int) -> str:
-    return f"the dialling side speaks protocol {dialer}, the accepting side {acceptor}; run the same release on both"

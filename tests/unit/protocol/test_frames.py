@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import HEADER, MESSAGES, Decoder, Frame, FrameError
-from tests.wire import SAMPLES, mutate, sample
+from tests.wire import SAMPLES, framed, mutate, sample
 
 BIG = 1 << 30
 KINDS = sorted(SAMPLES)
@@ -64,7 +64,7 @@ def _frames(message: type[Any]) -> st.SearchStrategy[Frame]:
     assert isinstance(info, msgspec.inspect.StructType)
     tails = st.binary(max_size=200) if message.__name__ in WITH_TAIL else st.just(b"")
     made = st.builds(message, **{item.name: _values(item.type) for item in info.fields})
-    return st.builds(Frame, made, tails)
+    return st.builds(framed, made, tails)
 
 
 any_frame = st.sampled_from(sorted(MESSAGES.values(), key=lambda message: message.kind)).flatmap(_frames)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvpull_async.protocol import frames
-from kvpull_async.protocol.frames import FrameError, Message
+from kvpull_async.protocol.frames import FrameError
 from kvpull_async.protocol.session import (
     Asked,
     Failed,
@@ -20,20 +20,11 @@ from kvpull_async.protocol.session import (
     State,
 )
 from kvpull_async.status import LLMStatusCode
-from tests.wire import PLAIN, SAMPLES, at, deliver, drained, exchange, greeted, identity, plain_hello
+from tests.wire import PLAIN, SAMPLES, at, deliver, drained, exchange, greeted, identity, plain_hello, refused, sent
 
 LINK_FAILED = LLMStatusCode.LLM_LINK_FAILED
 SECRET = b"correct horse battery staple"
 TOKEN = b"t" * 16
-
-
-def sent(session: Session) -> list[Message]:
-    decoder = frames.Decoder(1 << 30)
-    decoder.feed(session.take_output())
-    found = []
-    while (frame := decoder.next_frame()) is not None:
-        found.append(frame.message)
-    return found
 
 
 # --- the table: what each kind of message does in each state of both roles ---
@@ -41,7 +32,7 @@ def sent(session: Session) -> list[Message]:
 
 REFUSED = "refused"
 HEARTBEAT = {"Ping": [frames.Pong], "Pong": Received}
-TO_SERVER = dict.fromkeys(("Request", "Offer", "Watch", "Cancel", "Done", "Check", "Read", "Bye"), Received)
+TO_SERVER = dict.fromkeys(("Request", "Offer", "Watch", "Lease", "Cancel", "Done", "Check", "Read", "Bye"), Received)
 TO_REQUESTER = {"DoneAck": Received, "Checked": Received, "ByeAck": Received}
 TABLE: dict[tuple[str, str], dict[str, Any]] = {
     ("dialer", "new"): {"Reject": REFUSED},
@@ -128,22 +119,16 @@ def test_both_sides_learn_who_the_other_is(lane: int, secret: bytes | None) -> N
     dialer.start()
     exchange(dialer, acceptor)
     asked = acceptor.next_event()
-    assert asked == Asked(Peer(1, one.incarnation, lane, TOKEN if lane else b"", ("tcp", "shm")))
+    assert asked == Asked(
+        Peer(1, one.incarnation, lane, TOKEN if lane else b"", ("tcp", "shm"), version=frames.VERSION)
+    )
     assert dialer.next_event() is None  # nothing is ready before the owner has decided
     acceptor.welcome(token=TOKEN, offers=[("tcp", b"port")])
     exchange(dialer, acceptor)
-    assert dialer.next_event() == Ready(Peer(2, two.incarnation, lane, TOKEN, offers=(("tcp", b"port"),)))
-    assert acceptor.next_event() == Ready(Peer(1, one.incarnation, lane, TOKEN, ("tcp", "shm")))
+    offers = (("tcp", b"port"),)
+    assert dialer.next_event() == Ready(Peer(2, two.incarnation, lane, TOKEN, offers=offers, version=frames.VERSION))
+    assert acceptor.next_event() == Ready(Peer(1, one.incarnation, lane, TOKEN, ("tcp", "shm"), version=frames.VERSION))
     assert (dialer.requests, acceptor.requests) == (lane == 0, lane == 1)
-
-
-def refused(dialer: Session, acceptor: Session) -> tuple[Failed, Failed]:
-    """Greet to the end; both sides must have failed. What the dialling and what the accepting side says."""
-    dialer.start()
-    exchange(dialer, acceptor)
-    mine, theirs = drained(dialer), drained(acceptor)
-    assert [type(event) for event in (*mine, *theirs)] == [Failed, Failed]
-    return mine[0], theirs[0]
 
 
 def test_the_owner_may_refuse_a_peer_that_has_proven_itself() -> None:
@@ -294,24 +279,6 @@ def test_a_challenge_that_needs_no_secret_does_not_talk_a_side_out_of_its_own() 
     dialer.receive(frames.encode(frames.Challenge(frames.VERSION, b"i" * 16, b"n" * 32, authenticates=False)))
     (failed,) = drained(dialer)
     assert failed == Failed("only one side has a link secret; give both the same", LINK_FAILED)
-
-
-def test_protocol_versions_are_named_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each side's own log says which release is the older one, in the same words."""
-    dialer, acceptor = Session(identity(1), dialer=True, asked=2), Session(identity(2), dialer=False)
-    monkeypatch.setattr(frames, "VERSION", 7)
-    dialer.start()
-    monkeypatch.undo()
-    exchange(dialer, acceptor)
-    words = f"the dialling side speaks protocol 7, the accepting side {frames.VERSION}; run the same release on both"
-    assert drained(dialer) == [Failed(words, LINK_FAILED, by_peer=True)]
-    assert drained(acceptor) == [Failed(words, LINK_FAILED)]
-
-
-def test_a_dialer_refuses_an_acceptor_of_another_version() -> None:
-    session = at("dialer", "greeting")
-    (failed,) = deliver(session, frames.Challenge(9, b"i" * 16, b"n" * 32, authenticates=False))
-    assert f"the dialling side speaks protocol {frames.VERSION}, the accepting side 9" in failed.reason
 
 
 def test_a_hello_of_another_protocol_is_refused() -> None:
