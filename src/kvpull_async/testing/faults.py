@@ -224,8 +224,12 @@ class FaultyChannel(ControlChannel):
         self._late: list[bytes | OSError | None] = []
         self._full = False
         self._flow: asyncio.Event = asyncio.Event()
+        self.unfit: str = inner.unfit
         self._inner.deliver(self._arrive, self._end)
         faults.opened(self)
+
+    def speaks_for(self, cluster_id: int) -> bool:
+        return self._inner.speaks_for(cluster_id)
 
     @property
     def ready(self) -> bool:

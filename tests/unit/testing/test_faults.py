@@ -142,6 +142,14 @@ async def turns(number: int = 5) -> None:
         await asyncio.sleep(0)
 
 
+async def test_what_is_known_of_the_peer_is_what_the_channel_below_knows() -> None:
+    pipe = Pipe()
+    pipe.unfit = "no TLS"
+    pipe.speaks_for = lambda cluster_id: cluster_id == 3  # type: ignore[method-assign]
+    channel = FaultyChannel(pipe, Faults())
+    assert (channel.unfit, channel.speaks_for(3), channel.speaks_for(4)) == ("no TLS", True, False)
+
+
 async def test_without_a_fault_everything_passes() -> None:
     pipe, faults = Pipe(), Faults()
     channel = FaultyChannel(pipe, faults)
