@@ -24,18 +24,18 @@ SIZED = ("src", "tests", "examples", "benchmarks")
 LAYERS = (
     ("status", "observe"),
     (
-        "values", "_deadline", "_workers", "_prompt", "_threads", "transport.arrivals", "memory._acl",
-        "protocol.messages", "protocol.identity",
+        "values", "_deadline", "_workers", "_prompt", "_threads", "transport.arrivals", "transport.tls", "memory._acl",
+        "protocol.messages", "protocol.identity", "sums",
     ),
     ("config", "plan", "call", "fifo", "protocol.frames", "protocol.events", "memory.base"),
     ("core", "protocol.proof", "memory", "transport.base", "held"),
-    ("addresses", "gathering", "protocol.session"),
+    ("addresses", "answers", "fates", "gathering", "leases", "protocol.session", "summing"),
     ("registry",),
     ("transport", "greeting", "offers", "aims"),
     ("lane",),
     ("linkage", "standing"),
     ("dialling", "halves", "receipts", "routes", "turn"),
-    ("link", "receiving", "testing", "watching"),
+    ("link", "granting", "leasing", "receiving", "testing", "watching"),
     ("linked", "pull", "push", "serve"),
     ("links", "listening"),
     ("comm", "managers"),
@@ -44,7 +44,7 @@ LAYERS = (
     ("crossing",),
     ("datadist", "layers", "tasks"),
     ("entry",),
-    ("face_layers", "face_tasks"),
+    ("face_keys", "face_layers", "face_tasks"),
     ("face_managers",),
     ("face",),
     ("",),  # kvpull_async itself: the public names
@@ -78,12 +78,12 @@ RESERVED_LIBRARIES = {
 }
 
 # Heavy optional engines: imported inside the functions that need them.
-LAZY_LIBRARIES = {"nixl", "mooncake"}
+LAZY_LIBRARIES = {"nixl", "mooncake", "xxhash"}
 
 # These work with any transport and any memory, and know only the contracts.
 CONTRACT_USERS = (
-    "aims", "dialling", "greeting", "halves", "lane", "link", "linkage", "linked", "links", "offers", "pull", "push",
-    "receiving", "serve", "standing", "turn", "watching",
+    "aims", "answers", "dialling", "granting", "greeting", "halves", "lane", "leasing", "link", "linkage", "linked",
+    "links", "offers", "pull", "push", "receiving", "serve", "standing", "summing", "turn", "watching",
 )  # fmt: skip
 CONTRACTS = {"transport": "transport.base", "memory": "memory.base"}
 

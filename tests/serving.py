@@ -28,6 +28,8 @@ from tests.loop_nodes import PlainMemory, eventually
 from tests.wire import SAMPLES
 
 STRIDE, TENSORS = 64, 2
+PEER = 2
+"""The cluster that asks."""
 
 
 class FakeTransfer:
@@ -171,9 +173,9 @@ class Scene:
         self.left = 0
         self.workers = Workers(1)
         self.serving = Serving(
-            cast("Lane", self.lane), self.path, registry=self.registry, record=self.record, workers=self.workers,
-            log=Log(), counters=self.counters, inline_limit=inline_limit, lease_margin=lease_margin,
-            settle_timeout=settle_timeout, pushes_by_key=pushes_by_key, peer_left=self._left,
+            cast("Lane", self.lane), self.path, peer=PEER, registry=self.registry, record=self.record,
+            workers=self.workers, log=Log(), counters=self.counters, inline_limit=inline_limit,
+            lease_margin=lease_margin, settle_timeout=settle_timeout, pushes_by_key=pushes_by_key, peer_left=self._left,
         )  # fmt: skip
 
     def _left(self, returns: bool = False) -> None:

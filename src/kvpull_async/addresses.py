@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpull_async.held import Entry
+from kvpull_async.held import Entry, may_know
 from kvpull_async.memory.base import Region
 
 __all__ = ["Addresses"]
@@ -30,8 +30,10 @@ class Addresses:
 
     def clear(self) -> None:
         self._entries: dict[int, Entry] = {}
-        self._begins, self._ends, self._owners = np.zeros((3, _FEW), np.int64)
+        self._begins, self._ends, self._owners, self._crowds = np.zeros((4, _FEW), np.int64)
         self._used = self._dead = 0
+        self._allowed: dict[frozenset[int] | None, int] = {None: 0}
+        """Who may know of a row, with the number of that crowd."""
 
     def add(self, entry: Entry) -> None:
         """A cache that is younger than all that are in the table."""
@@ -41,6 +43,7 @@ class Addresses:
         self._begins[first:last] = [min(region.address, _TOP) for region in entry.regions]
         self._ends[first:last] = [min(region.address + region.nbytes, _TOP) for region in entry.regions]
         self._owners[first:last] = entry.cache_id
+        self._crowds[first:last] = self._allowed.setdefault(entry.allowed, len(self._allowed))
         self._used = last
         self._entries[entry.cache_id] = entry
 
@@ -54,11 +57,13 @@ class Addresses:
         if self._dead > max(self._used // 2, _FEW):
             self._resize(len(self._begins))
 
-    def find(self, addresses: Numbers, nbytes: int) -> list[tuple[Entry, Region] | None]:
-        """For each address the tensor that has those bytes, of the youngest cache if several have."""
+    def find(self, addresses: Numbers, nbytes: int, *, peer: int | None = None) -> list[tuple[Entry, Region] | None]:
+        """For each address the tensor that has those bytes, of the youngest cache if several have. For a peer only
+        caches count that it may know of.
+        """
         if not 0 < nbytes <= _TOP or not addresses.size:
             return [None] * addresses.size
-        rows = self._rows(addresses, nbytes)
+        rows = self._rows(addresses, nbytes, peer)
         owners = self._owners[rows]
         tensors = rows - np.searchsorted(self._owners[: self._used], owners)
         found: list[tuple[Entry, Region] | None] = []
@@ -67,12 +72,14 @@ class Addresses:
             found.append(None if entry is None else (entry, entry.regions[tensor]))
         return found
 
-    def _rows(self, addresses: Numbers, nbytes: int) -> Numbers:
+    def _rows(self, addresses: Numbers, nbytes: int, peer: int | None) -> Numbers:
         """The number of the row for each address, or -1."""
         order = np.argsort(addresses)
         points = addresses[order]
         begins, lasts = self._begins[: self._used], self._ends[: self._used] - nbytes
         rows = np.flatnonzero((begins <= points[-1]) & (lasts >= points[0]))
+        if len(self._allowed) > 1:
+            rows = rows[np.array([may_know(allowed, peer) for allowed in self._allowed])[self._crowds[rows]]]
         low, high = np.searchsorted(points, begins[rows]), np.searchsorted(points, lasts[rows], "right")
         some = high > low  # the points low..high lie in that tensor
         result = np.empty_like(addresses)
@@ -82,9 +89,9 @@ class Addresses:
     def _resize(self, room: int) -> None:
         """With room for so many rows, and without those of caches that are no more."""
         alive = np.flatnonzero(self._ends[: self._used] >= 0)
-        old = (self._begins, self._ends, self._owners)
-        self._begins, self._ends, self._owners = np.zeros((3, room), np.int64)
-        for before, after in zip(old, (self._begins, self._ends, self._owners), strict=True):
+        old = (self._begins, self._ends, self._owners, self._crowds)
+        self._begins, self._ends, self._owners, self._crowds = new = np.zeros((4, room), np.int64)
+        for before, after in zip(old, new, strict=True):
             after[: alive.size] = before[alive]
         self._used, self._dead = alive.size, 0
 

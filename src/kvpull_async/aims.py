@@ -53,19 +53,19 @@ class _Tables:
     payload: memoryview
 
 
-def find(registry: Registry, offer: frames.Offer, tail: bytes, *, by_key: bool) -> Place:
-    """The place of an offer; LLMException with the code that the sender will see. Without `by_key`, which is remote
-    cache access, only addresses may be named.
+def find(registry: Registry, offer: frames.Offer, tail: bytes, *, peer: int, by_key: bool) -> Place:
+    """The place of that cluster's offer; LLMException with the code that the sender will see. Without `by_key`, which
+    is remote cache access, only addresses may be named.
     """
     registry.drain_drops()
     tables = _split(offer, tail)
     _check_sizes(offer, tables)
     if offer.key == "address":
-        entries, regions = _by_address(registry, offer, tables)
+        entries, regions = _by_address(registry, offer, tables, peer)
     else:
         if not by_key:
             raise _invalid("remote cache access is off here, so caches cannot be named by key")
-        entry = _by_key(registry, offer, tables)
+        entry = _by_key(registry, offer, tables, peer)
         entries = (entry,)
         regions = entry.regions[offer.first_tensor : offer.first_tensor + offer.tensors]
     for entry in entries:
@@ -110,11 +110,11 @@ def _check_sizes(offer: frames.Offer, tables: _Tables) -> None:
         raise _invalid(f"{offer.src_blocks} blocks of {offer.block_nbytes} bytes are not {offer.per_tensor} bytes")
 
 
-def _by_key(registry: Registry, offer: frames.Offer, tables: _Tables) -> Entry:
+def _by_key(registry: Registry, offer: frames.Offer, tables: _Tables, peer: int) -> Entry:
     if offer.key == "cache":
-        entry, name = registry.local(offer.identity), f"cache {offer.identity}"
+        entry, name = registry.local(offer.identity, peer=peer), f"cache {offer.identity}"
     elif offer.key == "blocks":
-        entry, name = registry.find_blocks(offer.model_id), f"a blocks cache of model {offer.model_id}"
+        entry, name = registry.find_blocks(offer.model_id, peer=peer), f"a blocks cache of model {offer.model_id}"
     else:
         raise _invalid(f"keys of kind {offer.key!r} are unknown")
     if entry is None:
@@ -144,7 +144,7 @@ def _check_blocks(offer: frames.Offer, entry: Entry, blocks: Numbers) -> None:
 
 
 def _by_address(
-    registry: Registry, offer: frames.Offer, tables: _Tables
+    registry: Registry, offer: frames.Offer, tables: _Tables, peer: int
 ) -> tuple[tuple[Entry, ...], tuple[Region, ...]]:
     """Each address must be inside one tensor of one cache, with all that is to be written from there on."""
     if offer.tensors > _ADDRESSES_LIMIT:
@@ -153,7 +153,8 @@ def _by_address(
     entries: dict[int, Entry] = {}
     regions = []
     addresses = tables.addresses.tolist()
-    for address, found in zip(addresses, registry.find_addresses(tables.addresses, nbytes), strict=True):
+    places = registry.find_addresses(tables.addresses, nbytes, peer=peer)
+    for address, found in zip(addresses, places, strict=True):
         if found is None:
             raise _invalid(f"no remote accessible cache of the receiver has {nbytes} bytes at {address:#x}")
         entry, region = found

@@ -168,7 +168,7 @@ class Comm:
         if peer.group != self.wanted.group or peer.cluster_id not in expected:
             return LLMStatusCode.LLM_LINK_FAILED, "it is no member of the group that meets at this port"
         known = self._links.users.link(self.comm_id, peer.cluster_id)
-        back = self.over and any(link.peer and link.peer.incarnation == peer.incarnation for link in self.needed())
+        back = self.over and any(link.peer and link.peer.process == peer.process for link in self.needed())
         if back:
             return None
         if self.over or peer.incarnation == self.pairs[peer.cluster_id].left:

@@ -258,7 +258,7 @@ class _Outcome:
     def _error(self, overall: LLMStatusCode, codes: list[LLMStatusCode]) -> LLMException:
         bad = [(t, c) for t, c in zip(self.targets, codes, strict=True) if c is not LLMStatusCode.LLM_SUCCESS]
         reasons = self.engine.links.reasons
-        told = "; ".join(f"cluster {t.cluster_id}: {c.name}, {reasons.get(t.cluster_id, '')}" for t, c in bad)
+        told = "; ".join(f"{t.described}: {c.name}, {reasons.get(t.cluster_id, '')}" for t, c in bad)
         peer = bad[0][0].cluster_id if len(bad) == 1 else None
         return LLMException(f"{self.name}: {told}", status_code=overall, peer=peer, operation=self.name)
 

@@ -114,7 +114,12 @@ async def _dial(context: LinkContext, cluster_id: int, address: Address, deadlin
                     status_code=LLMStatusCode.LLM_LINK_FAILED,
                 )
             kind, why = await _agree(route, peer, deadline)
-            await greet(paths=(kind.name,), token=token)
+            second = await greet(paths=(kind.name,), token=token)
+            if second.process != peer.process:
+                raise LLMException(
+                    f"{text(address)}: the second connection reached another node than the first",
+                    status_code=LLMStatusCode.LLM_LINK_FAILED,
+                )
             return context.connected(peer, dict(enumerate(lanes)), kind, why=why, address=address)
     except BaseException:
         for lane in lanes:

@@ -34,8 +34,8 @@ from kvpull_async.managers.node import Node
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.session import Identity, Peer
-from kvpull_async.registry import Registry
-from kvpull_async.routes import Routes
+from kvpull_async.registry import Binding, Registry
+from kvpull_async.routes import Routes, certificates
 from kvpull_async.serve import Serving
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.transport.base import Address, DataPath, Listener, OnChannel
@@ -57,6 +57,8 @@ _WORKERS: Final = max(2, min(4, os.cpu_count() or 1))
 _POLL: Final = 0.001
 _TEARDOWN: Final = 0.5
 """Seconds that threads have to end after what they did has been stopped."""
+_NAMED: Final = 8
+"""Most names in one event about keys."""
 _PATIENCE: Final = 5.0
 """Seconds on top of `settle_timeout` that a cancelled caller waits for a core that should have answered long ago."""
 
@@ -88,6 +90,11 @@ def _codes(settings: Settings) -> Codes:
     return dataclasses.replace(codes, linked_by_peer=LLMStatusCode.LLM_SUCCESS) if hixl else codes
 
 
+def _identity(settings: Settings) -> Identity:
+    own, others = settings.link_secret, dict(settings.link_secrets)
+    return Identity(settings.cluster_id, secrets.token_bytes(16), secret=own, secrets=others)
+
+
 def live_engines() -> list[Engine]:
     """Engines that have been initialised and not finalised yet."""
     return list(_live)
@@ -97,6 +104,7 @@ class Engine:
     """Made by `init`; `open` and `close` run on its core."""
 
     def __init__(self, settings: Settings, *, dropped: Callable[[int], None] | None) -> None:
+        tls = certificates(settings)  # before there is anything to be taken back
         self.settings: Settings = settings
         self.counters: observe.Counters = observe.Counters()
         self.core: CoreLoop = CoreLoop(name=f"kvpull-core-{settings.cluster_id}", on_bug=self._bug)
@@ -105,8 +113,8 @@ class Engine:
         self.workers: Workers = Workers(_WORKERS)
         pools = {Placement.DEVICE: settings.device_pool_bytes, Placement.HOST: settings.host_pool_bytes}
         self.memory: HostMemory = HostMemory(pools)
-        self.registry: Registry = Registry(self.memory, dropped=dropped)
-        self._routes = Routes(settings, self.memory, self.log)
+        self.registry: Registry = Registry(self.memory, dropped=dropped, expired=self._expired)
+        self._routes = Routes(settings, self.memory, self.log, tls=tls)
         context = self._context()
         self.links: Links = Links(context, _codes(settings))
         self.comms: Comms = Comms(self.links, context)
@@ -123,7 +131,7 @@ class Engine:
 
     def _context(self) -> LinkContext:
         return LinkContext(
-            identity=Identity(self.settings.cluster_id, secrets.token_bytes(16), (), self.settings.link_secret),
+            identity=_identity(self.settings),
             settings=self.settings,
             log=self.log,
             counters=self.counters,
@@ -138,8 +146,9 @@ class Engine:
         return Serving(
             lane,
             path,
+            peer=peer.cluster_id,
             registry=self.registry,
-            record=self.links.record(peer.incarnation),
+            record=self.links.record(peer.process),
             workers=self.workers,
             log=self.log.bind(cluster_id=peer.cluster_id),
             counters=self.counters,
@@ -162,7 +171,7 @@ class Engine:
         for name, nearest in self.settings.unknown_variables:
             self.log.warning("config.unknown_variable", variable=name, nearest=nearest)
         if self.settings.weak_secret:
-            self.log.warning("config.weak_secret", reason=f"link_secret has fewer than {WEAK_BELOW} bytes")
+            self.log.warning("config.weak_secret", reason=f"a link secret has fewer than {WEAK_BELOW} bytes")
         if self.settings.listen is not None:
             await self.listen(self.settings.listen)
         if self.settings.allow_insecure_network:
@@ -284,6 +293,12 @@ class Engine:
         self.node.live = False
         self._routes.close_after_fork()
         self.core.close_after_fork()
+
+    def _expired(self, keys: list[Binding]) -> None:
+        """Of one turn of the core's loop."""
+        self.counters.add("keys_expired", len(keys))
+        names = " ".join(observe.key_text(*binding.key) for binding in keys[:_NAMED])
+        self.log.info("key.expired", keys=len(keys), key=names)
 
     def _bug(self, message: str) -> None:
         self.log.error("engine.bug", reason=message)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, Final, TypeVar
 
 from kvpull_async.entry import (
@@ -19,6 +19,7 @@ from kvpull_async.entry import (
     awaited,
     remap_registered_memory,
 )
+from kvpull_async.face_keys import Keys
 from kvpull_async.face_layers import LandingLayers
 from kvpull_async.face_tasks import Transferring
 from kvpull_async.values import (
@@ -39,7 +40,7 @@ _HELD: Final = 0.001
 """Seconds of a caller's loop that small pulls may take before others have their turn."""
 
 
-class _Manager(Transferring):
+class _Manager(Transferring, Keys):
     """What the two managers share: the crossing."""
 
     def __init__(self, datadist: DataDist, kind: str) -> None:
@@ -65,20 +66,28 @@ class KvCacheManager(_Manager):
         """Whether the engine of this manager is running."""
         return not self._engine.stopped
 
-    async def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Any = ()) -> KvCache:
+    async def allocate_cache(
+        self, cache_desc: CacheDesc, cache_keys: Any = (), *, allowed_clusters: Iterable[int] | None = None
+    ) -> KvCache:
         """A cache of `num_tensors` zeroed tensors; the i-th key (role PROMPT only) names batch entry i.
 
         Errors: TypeError; LLMException with LLM_PARAM_INVALID (layout, number of keys), LLM_FAILED (a key is bound
         already), LLM_DEVICE_OUT_OF_MEMORY. Release it with `deallocate_cache`; its keys keep the data until pulled.
+
+        `allowed_clusters`: ids of the clusters for which it exists (an empty list: for none); None is all that are
+        linked. New here. To all others it is a cache that is not there, whatever they ask, push or wait for.
         """
-        handle: KvCache = await self._run(self._manager.allocate_cache(cache_desc, cache_keys))
+        handle: KvCache = await self._run(self._manager.allocate_cache(cache_desc, cache_keys, allowed_clusters))
         return handle
 
     async def allocate_blocks_cache(
-        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
-    ) -> KvCache:
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None, *,
+        allowed_clusters: Iterable[int] | None = None,
+    ) -> KvCache:  # fmt: skip
         """A paged cache: `shape[0]` blocks. Errors as for `allocate_cache`."""
-        handle: KvCache = await self._run(self._manager.allocate_blocks_cache(cache_desc, blocks_cache_key))
+        handle: KvCache = await self._run(
+            self._manager.allocate_blocks_cache(cache_desc, blocks_cache_key, allowed_clusters)
+        )
         return handle
 
     async def deallocate_cache(self, cache: KvCache) -> None:
@@ -88,20 +97,6 @@ class KvCacheManager(_Manager):
         cannot be stopped: call it again later.
         """
         await self._run(self._manager.deallocate(cache, blocks=None))
-
-    async def publish_cache(self, cache: KvCache, cache_keys: list[CacheKey]) -> None:
-        """Name the entries of a cache that was made without keys, once their bytes are there. New here.
-
-        `allocate_cache` with keys lets peers pull before anything has been computed. The i-th key names batch entry i,
-        a padding key skips one; who waits with `wait_for_key` is told. Errors: TypeError; LLMException with
-        LLM_PARAM_INVALID (too many keys, an entry has one, a blocks cache), LLM_KV_CACHE_NOT_EXIST, and for a key that
-        is bound already as `allocate_cache`.
-        """
-        await self._run(self._manager.publish_cache(cache, cache_keys))
-
-    async def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Forget a key (role PROMPT only); unknown keys are harmless. The memory goes with the last reference."""
-        await self._run(self._manager.remove_cache_key(cache_key))
 
     async def pull_cache(
         self, cache_key: CacheKey | CacheKeyByIdAndIndex, kv_cache: KvCache, batch_index: int = 0, size: int = -1,
@@ -120,6 +115,7 @@ class KvCacheManager(_Manager):
             wait_for_key: True to wait, inside the timeout, for a key that the source has not yet (see `publish_cache`);
                 the link is free for others meanwhile.
             strict_layout: True to insist on the source's data type and entry shape, else LLM_PARAM_INVALID.
+            verify: "crc32" or "xxh3": both sides sum the bytes, and other sums are LLM_FAILED; "none"; default: option.
             timeout: ms for this call instead of `sync_kv_timeout`; queueing and connecting count.
             traceparent: W3C trace context, to be found in the log events of both sides.
             **kwargs: the names from `src_layer_range` on; others are a TypeError.
@@ -148,8 +144,9 @@ class KvCacheManager(_Manager):
         starts both the pull and its deadline; neither waits for the iteration. Leaving early cancels the pull and waits
         until nothing writes any more.
 
-        Arguments and errors as for `pull_cache`, `wait_for_key` and `strict_layout` included. With `dst_blocks=` (and
-        `src_blocks=` for a `BlocksCacheKey`) it is a `pull_blocks`, without `batch_index`, `size` and offsets.
+        Arguments and errors as for `pull_cache`; with `verify` no layer comes before all are verified. With
+        `dst_blocks=` (and `src_blocks=` for a `BlocksCacheKey`) it is a `pull_blocks`, without `batch_index`, `size`
+        and offsets.
         What needs no table is checked by this call, before the block; the rest is raised by the iteration. Also
         LLM_PARAM_INVALID for tensors that do not make whole layers; RuntimeError for iterating outside `async with` and
         for entering twice.
@@ -164,7 +161,7 @@ class KvCacheManager(_Manager):
         """Pull blocks of a remote paged cache: `prompt_blocks[i]` into `decoder_blocks[i]`, for every tensor.
 
         Keyword arguments, as for `pull_cache`: `src_layer_range`, `dst_layer_range`, `tensor_num_per_layer`,
-        `wait_for_key`, `strict_layout`, `timeout` (ms), `traceparent`. Errors as there.
+        `wait_for_key`, `strict_layout`, `verify`, `timeout` (ms), `traceparent`. Errors as there.
         """
         operation = self._manager.pull_blocks(prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, kwargs)
         await self._run(operation)
@@ -213,16 +210,21 @@ class KvCacheManager(_Manager):
 class CacheManager(_Manager):
     """The newer manager: any role, memory of the caller, blocks."""
 
-    async def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Any = ()) -> Cache:
+    async def allocate_cache(
+        self, cache_desc: CacheDesc, cache_keys: Any = (), *, allowed_clusters: Iterable[int] | None = None
+    ) -> Cache:
         """As `KvCacheManager.allocate_cache`, in any role. A bound key is LLM_PARAM_INVALID here."""
-        handle: Cache = await self._run(self._manager.allocate_cache(cache_desc, cache_keys))
+        handle: Cache = await self._run(self._manager.allocate_cache(cache_desc, cache_keys, allowed_clusters))
         return handle
 
     async def allocate_blocks_cache(
-        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
-    ) -> Cache:
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None, *,
+        allowed_clusters: Iterable[int] | None = None,
+    ) -> Cache:  # fmt: skip
         """A paged cache of `shape[0]` blocks, offered to peers under `blocks_cache_key`."""
-        handle: Cache = await self._run(self._manager.allocate_blocks_cache(cache_desc, blocks_cache_key))
+        handle: Cache = await self._run(
+            self._manager.allocate_blocks_cache(cache_desc, blocks_cache_key, allowed_clusters)
+        )
         return handle
 
     async def deallocate_cache(self, cache: Cache) -> None:
@@ -238,6 +240,7 @@ class CacheManager(_Manager):
     async def register_cache(
         self, cache_desc: CacheDesc, addrs: list[int] | None = None, cache_keys: Any = (),
         remote_accessible: bool | None = None, *, tensors: list[Any] | tuple[Any, ...] | None = None,
+        allowed_clusters: Iterable[int] | None = None,
     ) -> Cache:  # fmt: skip
         """Offer memory of your own. Its bytes are not changed here; pulls never consume its keys.
 
@@ -255,22 +258,21 @@ class CacheManager(_Manager):
         here, is read-only (of each tensor the first and the last page are tried). It may be read-only if nothing does.
         Errors: TypeError (a tuple of addresses, too), ValueError; LLMException with LLM_PARAM_INVALID.
         """
-        handle: Cache = await self._run(
-            self._manager.register_cache(cache_desc, addrs, cache_keys, remote_accessible, tensors)
-        )
+        given = (cache_keys, remote_accessible, tensors, allowed_clusters)
+        handle: Cache = await self._run(self._manager.register_cache(cache_desc, addrs, *given))
         return handle
 
     async def register_blocks_cache(
         self, cache_desc: CacheDesc, addrs: list[int] | None = None, blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None, *, tensors: list[Any] | tuple[Any, ...] | None = None,
+        allowed_clusters: Iterable[int] | None = None,
     ) -> Cache:  # fmt: skip
         """Offer a paged cache in memory of your own, given as for `register_cache`.
 
         A key registered again moves to the newer cache.
         """
-        handle: Cache = await self._run(
-            self._manager.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible, tensors)
-        )
+        given = (blocks_cache_key, remote_accessible, tensors, allowed_clusters)
+        handle: Cache = await self._run(self._manager.register_blocks_cache(cache_desc, addrs, *given))
         return handle
 
     async def unregister_cache(self, cache_id: int) -> None:
@@ -281,14 +283,6 @@ class CacheManager(_Manager):
         """
         await self._run(self._manager.unregister_cache(cache_id))
 
-    async def publish_cache(self, cache: Cache, cache_keys: list[CacheKey]) -> None:
-        """As `KvCacheManager.publish_cache`, in any role."""
-        await self._run(self._manager.publish_cache(cache, cache_keys))
-
-    async def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Forget a key of an allocated cache; unknown keys and those of registered caches are left alone."""
-        await self._run(self._manager.remove_cache_key(cache_key))
-
     async def pull_cache(
         self, cache_key: CacheKey | CacheKeyByIdAndIndex, cache: Cache, batch_index: int = 0, size: int = -1,
         **kwargs: Any,
@@ -296,7 +290,7 @@ class CacheManager(_Manager):
         """As `KvCacheManager.pull_cache`, in any role; expiry is LLM_TIMEOUT.
 
         Its keyword arguments: `src_layer_range`, `dst_layer_range`, `tensor_num_per_layer`, `src_cache_offset`,
-        `dst_cache_offset`, `wait_for_key`, `strict_layout`, `timeout` (ms), `traceparent`.
+        `dst_cache_offset`, `wait_for_key`, `strict_layout`, `verify`, `timeout` (ms), `traceparent`.
         With remote cache access on, only `CacheKeyByIdAndIndex` is accepted, both caches must be remote accessible,
         and no key is consumed. Differs from the original: offsets work.
         """
@@ -327,8 +321,8 @@ class CacheManager(_Manager):
         From another key: the i-th block-sized slice of its contiguous entry into `dst_blocks[i]`, the last maybe
         shorter; `src_blocks` stays empty. Other blocks stay untouched.
         Keyword arguments, as for `pull_cache`: `src_layer_range`, `dst_layer_range`, `tensor_num_per_layer`,
-        `wait_for_key`, `strict_layout`, `timeout` (ms), `traceparent`. Errors as there; also LLM_PARAM_INVALID for two
-        source blocks that go to one destination block.
+        `wait_for_key`, `strict_layout`, `verify`, `timeout` (ms), `traceparent`. Errors as there; also
+        LLM_PARAM_INVALID for two source blocks that go to one destination block.
         """
         await self._run(self._manager.pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs))
 
@@ -359,6 +353,7 @@ class CacheManager(_Manager):
         self, dst_cache_key: CacheKeyByIdAndIndex, src_cache: Cache, src_batch_index: int = 0,
         src_layer_range: range | None = None, dst_layer_range: range | None = None, size: int = -1,
         tensor_num_per_layer: int = 2, *, timeout: float | None = None, traceparent: str | None = None,
+        verify: str | None = None,
     ) -> None:  # fmt: skip
         """Push a batch entry of `src_cache` into the remote cache and batch entry that `dst_cache_key` names.
 
@@ -369,22 +364,22 @@ class CacheManager(_Manager):
 
         Errors: TypeError, ValueError; LLMException with LLM_PARAM_INVALID, LLM_KV_CACHE_NOT_EXIST (either side),
         LLM_NOT_YET_LINK, LLM_LINK_FAILED, LLM_LINK_BUSY; LLMTimeoutError with LLM_TIMEOUT. With `destination_unsafe`
-        the receiver has not said that nothing writes there any more. `timeout` (ms) and `traceparent` as for pulls.
+        the receiver has not said that nothing writes there any more. `timeout` (ms), `traceparent`, `verify`: as pulls.
         """
-        options = {"timeout": timeout, "traceparent": traceparent}
+        options = {"timeout": timeout, "traceparent": traceparent, "verify": verify}
         where = (src_batch_index, src_layer_range, dst_layer_range, size, tensor_num_per_layer)
         await self._run(self._manager.push_cache(dst_cache_key, src_cache, *where, options))
 
     async def push_blocks(
         self, dst_cache_key: BlocksCacheKey, src_cache: Cache, src_blocks: Any = (), dst_blocks: Any = (),
         src_layer_range: range | None = None, dst_layer_range: range | None = None, tensor_num_per_layer: int = 2, *,
-        timeout: float | None = None, traceparent: str | None = None,
+        timeout: float | None = None, traceparent: str | None = None, verify: str | None = None,
     ) -> None:  # fmt: skip
         """Push block `src_blocks[i]` of `src_cache` into block `dst_blocks[i]` of the remote blocks cache of that key.
 
         Blocks must have the same size in bytes on both sides. The rest as for `push_cache`.
         """
-        options = {"timeout": timeout, "traceparent": traceparent}
+        options = {"timeout": timeout, "traceparent": traceparent, "verify": verify}
         where = (src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer)
         await self._run(self._manager.push_blocks(dst_cache_key, src_cache, *where, options))
 

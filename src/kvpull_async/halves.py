@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass
+from typing import Final
 
 from kvpull_async.lane import Lane
 from kvpull_async.linkage import Connection, LinkContext, Route
@@ -15,6 +16,7 @@ from kvpull_async.transport.base import PathKind
 __all__ = ["Halves", "Refusal"]
 
 Refusal = tuple[LLMStatusCode, str]
+_MOST: Final = 128
 
 
 @dataclass
@@ -50,6 +52,8 @@ class Halves:
             ours, theirs = (", ".join(names) or "none" for names in (route.names, peer.paths))
             both = f"the accepting side has {ours}, the dialling side {theirs}"
             return LLMStatusCode.LLM_LINK_FAILED, f"no data path in common: {both} (transfer_backend)"
+        if len(self._halves) >= _MOST:  # the oldest goes: an honest peer is through in milliseconds
+            self.drop(next(iter(self._halves)), f"over {_MOST} links without their second connection")
         self._halves[token] = _Half(lane.welcome(token=token, offers=offers), lane, tuple(kinds))
         timeout = self._context.settings.handshake_timeout_ms / 1000
         asyncio.get_running_loop().call_later(timeout, self.drop, token, "its second connection did not come")
@@ -58,7 +62,7 @@ class Halves:
     def refusal(self, peer: Peer) -> Refusal | None:
         """Why the second connection of a peer cannot be one; None when its first is here."""
         half = self._halves.get(peer.token)
-        if half is None or half.peer.incarnation != peer.incarnation:
+        if half is None or half.peer.process != peer.process:
             return LLMStatusCode.LLM_LINK_FAILED, "the second connection of a link that does not exist"
         return None
 
@@ -86,10 +90,10 @@ class Halves:
                 other.forget(peer.token)
         return connection
 
-    def drop(self, token: bytes, reason: str, *, of: bytes | None = None) -> None:
-        """Give one up; with `of`, only if it belongs to that incarnation."""
+    def drop(self, token: bytes, reason: str, *, of: Peer | None = None) -> None:
+        """Give one up; with `of`, only if it belongs to that peer."""
         half = self._halves.get(token)
-        if half is None or of not in (None, half.peer.incarnation):
+        if half is None or (of is not None and half.peer.process != of.process):
             return
         del self._halves[token]
         self._context.log.warning("link.rejected", peer=half.lane.channel.peer, reason=reason)

@@ -16,7 +16,7 @@ from kvpull_async.memory.base import Allocation, MemoryBackend, Region
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import CacheDesc, foreign
 
-__all__ = ["Binding", "Entry", "KeyId", "Pin"]
+__all__ = ["Binding", "Entry", "KeyId", "Pin", "may_know"]
 
 KeyId = tuple[str, int, int]
 """A key as the tables hold it: "request" or "prefix", its id, the model id."""
@@ -48,6 +48,10 @@ class Binding:
     generation: int
     missing: set[int] | None = None
     """Tensors nobody has pulled yet, once some have been: most keys go with one pull."""
+    ends: float | None = None
+    """By the clock of `leases`, when the key goes by itself."""
+    step: int | None = None
+    """Where `leases` has it."""
 
     def tick_off(self, tensors: Iterable[int]) -> int:
         """How many tensors nobody has pulled yet, after these; the key is consumed when none is left."""
@@ -71,6 +75,7 @@ class Entry:
         allocation: Allocation | None,
         remote_accessible: bool,
         dropped: Callable[[int], None],
+        allowed: frozenset[int] | None = None,
     ) -> None:
         self.cache_id = cache_id
         self.desc = desc
@@ -79,6 +84,8 @@ class Entry:
         self.blocks = blocks
         self.allocation = allocation
         self.remote_accessible = remote_accessible
+        self.allowed = allowed
+        """The clusters for which it exists; None: for all that are linked."""
         self.alive: bool = True
         """Whether the id still refers to it, that is, until it is deallocated or unregistered."""
         self.reached: bool = allocation is not None
@@ -116,6 +123,10 @@ class Entry:
     @property
     def referenced(self) -> bool:
         return self.alive or bool(self.bindings)
+
+    def open_to(self, peer: int | None) -> bool:
+        """Whether that cluster may know of it; None is this node itself."""
+        return may_know(self.allowed, peer)
 
     def views(self) -> list[memoryview]:
         """LLM_KV_CACHE_NOT_EXIST once it is released: registered memory may then be gone."""
@@ -253,6 +264,11 @@ class Entry:
             f"<Entry {self.cache_id} {kind} keys={len(self.bindings)} pins={len(self._pins)}"
             f"{'' if self.alive else ' released'}{' quarantined' if self.quarantined else ''}>"
         )
+
+
+def may_know(allowed: frozenset[int] | None, peer: int | None) -> bool:
+    """Whether what is for those clusters (None: for all) exists for that one; None is this node itself."""
+    return allowed is None or peer is None or peer in allowed
 
 
 def _nothing() -> None:

@@ -9,35 +9,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvpull_async._deadline import Deadline
 from kvpull_async._prompt import Prompt
-from kvpull_async._workers import resolve
+from kvpull_async.answers import Answer, Answers, Watched
 from kvpull_async.greeting import Greeting
 from kvpull_async.observe import Log
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import FrameError, Message
 from kvpull_async.protocol.session import WATCHES_LIMIT, Asking, Failed, Received, Session, State
-from kvpull_async.status import LLMException, LLMStatusCode, fresh, status_of
+from kvpull_async.status import LLMException, LLMStatusCode, fresh
 from kvpull_async.transport.base import ControlChannel
 
 __all__ = ["Answer", "Lane"]
 
-Answer = tuple[frames.Grant, "bytes | memoryview"]
-"""The payload may be a view of a buffer, and is then gone when whoever asked waits for something else."""
 OnMessage = Callable[[Message, bytes], None]
 _SOON: Final = 0.001
 """Seconds for which a message that nobody waits for may wait for another one."""
-
-
-@dataclass
-class _Waiting:
-    """A watch, and those who wait for what it names."""
-
-    request_id: int
-    futures: set[asyncio.Future[None]] = field(default_factory=set)
 
 
 class Lane(Greeting):
@@ -51,15 +40,9 @@ class Lane(Greeting):
         self._heartbeat = heartbeat
         self._silence = silence
         self._on_message: OnMessage | None = None
-        self._answers: dict[int, Prompt[Answer]] = {}
-        self._offers: dict[int, tuple[Callable[[], None], Prompt[frames.Result]]] = {}
-        self._watches: dict[object, _Waiting] = {}
-        self._names: dict[int, object] = {}
-        """Of the watches, by request."""
-        self._pongs: dict[int, asyncio.Future[None]] = {}
-        self._checks: dict[bytes, asyncio.Future[bool]] = {}
         self._pings = 0
         self._loop = asyncio.get_running_loop()
+        self._answers = Answers(self._loop, channel.peer)
         self._paused = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._handing = False
@@ -88,18 +71,23 @@ class Lane(Greeting):
     def ask(self, request: Callable[[int], frames.Request], tail: bytes) -> tuple[int, bytes, Prompt[Answer]]:
         """Register a request: its id, its bytes (for `send`) and the future of its answer (LLMException: refused)."""
         request_id, data = self._register(request, tail)
-        answer: Prompt[Answer] = Prompt(loop=self._loop)
-        self._answers[request_id] = answer
-        return request_id, data, answer
+        return request_id, data, self._answers.of_request(request_id)
+
+    def digest(self, request_id: int) -> asyncio.Future[bytes]:
+        """For a request with a sum, right after `ask`: the future of the source's. Empty if the source made none."""
+        return self._answers.digest_of(request_id)
 
     def offer(
         self, offer: Callable[[int], frames.Offer], *tail: bytes | memoryview, accepted: Callable[[], None]
     ) -> tuple[int, bytes, Prompt[frames.Result]]:
         """The same for an offer; `accepted` is called when the peer waits for its bytes on the data path."""
         request_id, data = self._register(offer, *tail, kind=frames.Offer)
-        result: Prompt[frames.Result] = Prompt(loop=self._loop)
-        self._offers[request_id] = (accepted, result)
-        return request_id, data, result
+        return request_id, data, self._answers.of_offer(request_id, accepted)
+
+    def lease(self, lease: Callable[[int], frames.Lease]) -> tuple[int, bytes, Prompt[frames.Result]]:
+        """The same for a lease, which the peer answers at once."""
+        request_id, data = self._register(lease, kind=frames.Lease)
+        return request_id, data, self._answers.of_offer(request_id, _nothing)
 
     async def appeared(self, name: object, watch: Callable[[int], frames.Watch]) -> None:
         """Wait until the peer has what is named. Those who wait for one name share a watch.
@@ -107,14 +95,15 @@ class Lane(Greeting):
         LLMException: the connection is lost, or (LLM_LINK_BUSY) too many names are waited for.
         """
         self._check()
-        waiting = self._watches.get(name)
+        watched, names = self._answers.watched, self._answers.names
+        waiting = watched.get(name)
         if waiting is None:
-            if len(self._watches) >= WATCHES_LIMIT:
+            if len(watched) >= WATCHES_LIMIT:
                 reason = f"{WATCHES_LIMIT} names are waited for on the link already"
                 raise LLMException(reason, status_code=LLMStatusCode.LLM_LINK_BUSY, retry_safe=True)
             request_id, data = self._register(watch, kind=frames.Watch)
-            waiting = self._watches[name] = _Waiting(request_id)
-            self._names[request_id] = name
+            waiting = watched[name] = Watched(request_id)
+            names[request_id] = name
             self.channel.post(data)
         appeared: asyncio.Future[None] = self._loop.create_future()
         waiting.futures.add(appeared)
@@ -122,8 +111,8 @@ class Lane(Greeting):
             await appeared
         finally:
             waiting.futures.discard(appeared)
-            if not waiting.futures and self._names.pop(waiting.request_id, None) is not None:
-                del self._watches[name]
+            if not waiting.futures and names.pop(waiting.request_id, None) is not None:
+                del watched[name]
                 self.give_up(waiting.request_id, tell=True)
 
     def _register(
@@ -147,8 +136,7 @@ class Lane(Greeting):
     def give_up(self, request_id: int, *, tell: bool) -> None:
         """The request is over here; with `tell`, the peer must stop working on it."""
         self.session.end_request(request_id)
-        self._answers.pop(request_id, None)
-        self._offers.pop(request_id, None)
+        self._answers.forget(request_id)
         if tell:
             self.post(frames.Cancel(request_id))
 
@@ -196,24 +184,24 @@ class Lane(Greeting):
         self._check()
         self._pings += 1
         number = self._pings
-        self._pongs[number] = pong = asyncio.get_running_loop().create_future()
+        self._answers.pongs[number] = pong = asyncio.get_running_loop().create_future()
         try:
             async with deadline.scope():
                 await self.send(frames.Ping(number))
                 await pong
         finally:
-            self._pongs.pop(number, None)
+            self._answers.pongs.pop(number, None)
 
     async def check(self, grant_id: bytes) -> bool:
         """Whether the source has held the memory of a grant until now. One round trip; LLMException when it is lost."""
         self._check()
         check: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._checks[grant_id] = check
+        self._answers.checks[grant_id] = check
         try:
             await self.send(frames.Check(grant_id))
             return await check
         finally:
-            self._checks.pop(grant_id, None)
+            self._answers.checks.pop(grant_id, None)
 
     def abort(self, reason: str = "the link was closed") -> None:
         """Break the connection now; everything that waits on it ends with an LLMException."""
@@ -316,46 +304,9 @@ class Lane(Greeting):
         return True
 
     def _deliver(self, message: Message, tail: bytes | memoryview) -> None:
-        if isinstance(message, (frames.Grant, frames.Refuse)):
-            answer = self._answers.pop(message.request_id, None)
-            if answer is None or answer.done():
-                return
-            if isinstance(message, frames.Grant):
-                answer.hand((message, tail if answer.awaited else bytes(tail)))
-            else:
-                answer.set_exception(self._refusal(message))
-        elif isinstance(message, (frames.Accept, frames.Result)):
-            self._deliver_to_offer(message)
-        elif isinstance(message, frames.Appeared):
-            waiting = self._watches.pop(self._names.pop(message.request_id, None), None)
-            for appeared in () if waiting is None else waiting.futures:
-                resolve(appeared)
-        elif isinstance(message, frames.Pong):
-            resolve(self._pongs.get(message.number))
-        elif isinstance(message, frames.Checked):
-            check = self._checks.get(message.grant_id)
-            if check is not None and not check.done():
-                check.set_result(message.valid)
-        else:
+        if not self._answers.deliver(message, tail):
             assert self._on_message is not None
             self._on_message(message, bytes(tail))
-
-    def _deliver_to_offer(self, message: frames.Accept | frames.Result) -> None:
-        accepted, result = self._offers.get(message.request_id, (None, None))
-        if result is None or accepted is None or result.done():
-            return
-        if isinstance(message, frames.Accept):
-            accepted()
-        else:
-            del self._offers[message.request_id]
-            result.hand(message)
-
-    def _refusal(self, message: frames.Refuse) -> LLMException:
-        status = status_of(message.status)
-        if status is LLMStatusCode.LLM_SUCCESS:  # a refusal is never a success
-            status = LLMStatusCode.LLM_FAILED
-        again = status is not LLMStatusCode.LLM_PARAM_INVALID  # the same request would be refused again
-        return LLMException(message.reason, status_code=status, peer=self.channel.peer, retry_safe=again)
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -382,16 +333,11 @@ class Lane(Greeting):
         self.channel.abort()
         if self._beat is not None:
             self._beat.cancel()
-        offers = [result for _, result in self._offers.values()]
-        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *offers]
-        waiting += [*self._pongs.values(), *self._checks.values()]
-        waiting += [appeared for watch in self._watches.values() for appeared in watch.futures]
-        for table in (self._answers, self._offers, self._watches, self._names):
-            table.clear()
-        for future in waiting:
-            if not future.done():
-                future.set_exception(fresh(error))
-                future.exception()  # who asked may have been cancelled meanwhile
+        self._answers.fail(error)
 
     def __repr__(self) -> str:
         return f"<Lane {self.channel.peer} {self.session!r}>"
+
+
+def _nothing() -> None:
+    """A lease has no bytes for which its receiver could be ready."""

@@ -17,7 +17,7 @@ from kvpull_async._workers import Workers
 from kvpull_async.dialling import dial
 from kvpull_async.fifo import Fifo
 from kvpull_async.lane import Lane
-from kvpull_async.linkage import Connection, LinkContext, LinkState, Server, connect_error, first, text
+from kvpull_async.linkage import Connection, LinkContext, LinkState, Server, first, reconnect_error, text
 from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
@@ -32,7 +32,7 @@ from kvpull_async.turn import Turn
 __all__ = ["Link"]
 
 _BACKOFF: Final = (0.02, 2.0)
-"""Seconds before the second and, at most, before any later attempt to reconnect."""
+"""Seconds before the second and, at most, before any later attempt to reconnect: never longer than a heartbeat."""
 _RETURNS: Final = 5.0
 """Seconds after a loss within which the side that dialled is the one to bring the link back."""
 _INCOMING_KEPT: Final = 30.0
@@ -144,8 +144,8 @@ class Link:
                 raise fresh(self._closed_with)
             self._poke.set()
             trouble = await self._watch(deadline)
-            away = time.monotonic() - self.lost_at
-            if trouble is not None and away * 1000 > self._context.settings.reconnect_grace_ms:
+            if trouble and time.monotonic() - self.lost_at > self._context.settings.reconnect_grace_ms / 1000:
+                self._fifo.fail_waiters(trouble)  # not an attempt for each of those that wait behind this one
                 raise fresh(trouble)
         return self._lanes[self._own_lane]
 
@@ -182,7 +182,7 @@ class Link:
         peer, lanes = connection.peer, connection.lanes
         if self.peer is not None and self.peer.incarnation != peer.incarnation:
             self._reborn()
-        self._break()  # a peer that dials again has lost what it had, whether or not this side has noticed
+        self._break("the peer connected anew")  # so it has lost what it had, whether or not this side has noticed
         self.peer, self._lanes, self._paths = peer, lanes, connection.paths
         served = lanes[1 - self._own_lane]
         self._server = self._context.serve(served, self._paths[1 - self._own_lane], peer, self._peer_left)
@@ -231,7 +231,7 @@ class Link:
         else:
             self._context.counters.add("links_lost")
             self._log.warning("link.lost", peer=self.peer_name, reason=str(error))
-        self._break()
+        self._break(str(error))
         if self.address is not None:
             self._reconnecting = asyncio.get_running_loop().create_task(self._reconnect(), name="kvpull-reconnect")
         else:
@@ -242,9 +242,9 @@ class Link:
             self.refuse(LLMException(f"the peer is gone{self.trouble}", status_code=LLMStatusCode.LLM_NOT_YET_LINK))
             self._context.gone(self)
 
-    def _break(self) -> None:
+    def _break(self, reason: str) -> None:
         for lane in self._lanes.values():
-            lane.abort()
+            lane.abort(reason)
         for path in self._paths.values():
             path.abort()
         if unreported := self.standing.clear():
@@ -254,7 +254,7 @@ class Link:
 
     async def _reconnect(self) -> None:
         """Try until it works or the link is closed, with growing pauses; a waiting pull cuts a pause short."""
-        pause = 0.0
+        pause, longest = 0.0, min(_BACKOFF[1], self._context.settings.heartbeat_interval_ms / 1000)
         while self._closed_with is None:
             with contextlib.suppress(asyncio.TimeoutError):
                 async with Deadline.after_ms(pause * 1000 * random.uniform(0.5, 1.0)).scope():  # noqa: S311  (jitter)
@@ -266,11 +266,11 @@ class Link:
                 self._context.counters.add("reconnects")
                 return
             except (LLMException, OSError, asyncio.TimeoutError) as error:
-                self._trouble = connect_error(error, text(self.address))
+                self._trouble = reconnect_error(error, text(self.address))
                 self._log.debug("link.reconnect_failed", peer=text(self.address), reason=str(self._trouble))
                 self._notify(self._trouble)
             await asyncio.sleep(max(0.0, _BACKOFF[0] - (time.monotonic() - began)))
-            pause = min(_BACKOFF[1], max(_BACKOFF[0], pause * 2))
+            pause = min(longest, max(_BACKOFF[0], pause * 2))
 
     async def _watch(self, deadline: Deadline) -> LLMException | None:
         """What the next attempt to connect comes to; for a link the peer dialled, whether it comes back."""
@@ -375,7 +375,7 @@ class Link:
     async def _close(self, tasks: list[asyncio.Task[None]], error: LLMException, deadline: Deadline) -> None:
         await self.drain(deadline.sooner(self.settle_timeout))
         self.state = LinkState.CLOSED
-        self._break()
+        self._break(str(error))
         self._log.info("link.closed", peer=self.peer_name, reason=str(error))
         await absorb(tasks, deadline)
         for path in self._paths.values():

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import errno
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
@@ -24,9 +26,10 @@ from kvpull_async.transport.base import Address, ControlChannel, DataPath, PathK
 
 __all__ = [
     "Connection", "LinkContext", "LinkState", "Route", "Server", "broken", "connect_error", "first", "lost_with",
-    "text",
+    "reconnect_error", "text",
 ]  # fmt: skip
 
+_UNREACHABLE: Final = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 _NOTICE: Final = 0.5
 """Seconds within which the loss of a whole connection shows, once a part of it has broken."""
 
@@ -115,7 +118,9 @@ class LinkContext:
         paths: dict[int, DataPath] = {}
         try:
             for number, lane in lanes.items():
-                seed = PathSeed(peer.token, number, address is not None, address, self.workers, lane.abort)
+                seed = PathSeed(
+                    peer.token, number, address is not None, address, self.workers, lane.abort, peer.cluster_id
+                )
                 paths[number] = kind.path(seed)
         except BaseException:
             for path in paths.values():
@@ -148,8 +153,21 @@ def connect_error(error: BaseException, where: str) -> LLMException:
         return error
     if isinstance(error, asyncio.TimeoutError):
         return LLMTimeoutError(f"{where} did not answer in time", retry_safe=True)
-    known = LLMException(f"{where}: {error}", status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)
+    number = getattr(error, "errno", None)
+    why = os.strerror(number) if number in _UNREACHABLE else error  # asyncio leaves out the system's words
+    known = LLMException(f"{where}: {why}", status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)
     known.__cause__ = error
+    return known
+
+
+def reconnect_error(error: BaseException, where: str) -> LLMException:
+    """The same for a link that was there. A peer that is silent is away like any other: no deadline of a caller has
+    passed, and nothing was asked.
+    """
+    known = connect_error(error, where)
+    if isinstance(known, LLMTimeoutError):
+        return LLMException(*known.args, status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)
+    known.retry_safe = True
     return known
 
 

@@ -48,6 +48,11 @@ class Target:
     def __str__(self) -> str:
         return "no address" if self.address is None else f"{self.address[0]}:{self.address[1]}"
 
+    @property
+    def described(self) -> str:
+        """For a message that must say which one it is about."""
+        return f"cluster {self.cluster_id}{f' at {self}' if self.address is not None else ''}"
+
 
 class Answers:
     """Tells the log and the counters what a caller is answered for a cluster, when it is not plain success."""

@@ -1,6 +1,6 @@
 """All links of an engine: dialling, accepting, finding, unlinking. It must not know managers, caches or pulls.
 
-Links that this side dialled are found by the cluster id asked for; those that peers dialled are kept by incarnation,
+Links that this side dialled are found by the cluster id asked for; those that peers dialled are kept by process,
 since several peers may use one id. Each link has its users (`linked.Users`).
 """
 
@@ -38,9 +38,9 @@ class Links:
         self._codes = codes
         self._dialled: dict[int, Link] = {}
         self._dialling: set[int] = set()
-        self._incoming: dict[bytes, Link] = {}
+        self._incoming: dict[tuple[int, bytes], Link] = {}
         self._halves = Halves(context)
-        self._records: OrderedDict[bytes, PeerRecord] = OrderedDict()
+        self._records: OrderedDict[tuple[int, bytes], PeerRecord] = OrderedDict()
         self._changes = Changes()
         self._closings: set[asyncio.Task[None]] = set()
         self.users: Users = Users()
@@ -66,9 +66,9 @@ class Links:
         theirs = [link for link in incoming if link.cluster_id == cluster_id]
         return max(theirs, key=lambda link: (link.state is LinkState.READY, link.created), default=None)
 
-    def record(self, incarnation: bytes) -> PeerRecord:
-        record = self._records.setdefault(incarnation, PeerRecord())
-        self._records.move_to_end(incarnation)
+    def record(self, process: tuple[int, bytes]) -> PeerRecord:
+        record = self._records.setdefault(process, PeerRecord())
+        self._records.move_to_end(process)
         while len(self._records) > _RECORDS:
             self._records.popitem(last=False)
         return record
@@ -162,7 +162,7 @@ class Links:
             await link.close(_finalized(), Deadline.after_ms(100))
             return LLMStatusCode.LLM_ENGINE_FINALIZED
         assert link.peer is not None
-        twin, former = self._incoming.get(link.peer.incarnation), self._dialled.get(link.cluster_id)
+        twin, former = self._incoming.get(link.peer.process), self._dialled.get(link.cluster_id)
         ready = [old for old in (twin, former) if old is not None and old.state is LinkState.READY]
         if former in ready or (ready and self._context.identity.incarnation < link.peer.incarnation):
             await link.close(_superseded(), Deadline.after_ms(100))
@@ -196,7 +196,7 @@ class Links:
         timeout = self._context.settings.handshake_timeout_ms
         lane = self._context.new_lane(channel, dialer=False, lane=0, token=b"")
         try:
-            peer = await lane.accept(Deadline.after_ms(timeout))
+            peer = await lane.accept(Deadline.after_ms(timeout - channel.waited * 1000))
             await self._admit(peer, lane, route, door)
         except (LLMException, OSError, asyncio.TimeoutError) as error:
             self._context.counters.add("links_rejected")
@@ -208,6 +208,11 @@ class Links:
             raise
 
     async def _admit(self, peer: Peer, lane: Lane, route: Route, door: Door | None) -> None:
+        allowed = self._context.settings.allowed_clusters
+        if allowed is not None and peer.cluster_id not in allowed:  # it has proven its secret, and may hear why
+            stranger = f"cluster {peer.cluster_id} is not among the allowed clusters"
+            await lane.reject(LLMStatusCode.LLM_LINK_FAILED, stranger)
+            raise LLMException(stranger, status_code=LLMStatusCode.LLM_LINK_FAILED)
         if peer.group or door is not None:
             refusal = self._refusal_at(door, peer)
             if refusal is not None:  # many a one tries several ports, again and again: that is not worth a warning
@@ -226,7 +231,7 @@ class Links:
                 refusal = whole
         if refusal is None:
             return
-        self._halves.drop(peer.token, refusal[1], of=peer.incarnation)
+        self._halves.drop(peer.token, refusal[1], of=peer)
         await lane.reject(*refusal)
         raise LLMException(refusal[1], status_code=refusal[0])
 
@@ -234,7 +239,7 @@ class Links:
         if door is None:
             return LLMStatusCode.LLM_LINK_FAILED, "no group meets at this port"
         ours = self._dialled.get(peer.cluster_id)
-        known = [self._incoming.get(peer.incarnation), ours if ours is not None and self._same(ours, peer) else None]
+        known = [self._incoming.get(peer.process), ours if ours is not None and self._same(ours, peer) else None]
         ready = [link for link in known if link is not None and link.state is LinkState.READY and not link.leaving]
         return door.refusal(peer, ready[0] if ready else None)
 
@@ -246,7 +251,7 @@ class Links:
         ours = self._dialled.get(peer.cluster_id)
         if ours is not None and self._same(ours, peer) and ours.returns():
             return LLMStatusCode.LLM_ALREADY_LINK, "this side has dialled the same peer already"
-        redialled = peer.incarnation in self._incoming  # the peer restores what it had: that counts
+        redialled = peer.process in self._incoming  # the peer restores what it had: that counts
         if peer.cluster_id in self._dialling and own > peer.incarnation and not redialled:
             return LLMStatusCode.LLM_ALREADY_LINK, "both sides dial at once; this side's connection counts"
         if peer.lane == 0:
@@ -262,13 +267,13 @@ class Links:
 
     def _install(self, connection: Connection, door: Door | None) -> None:
         peer = connection.peer
-        for incarnation, old in list(self._incoming.items()):
-            other = old.cluster_id == peer.cluster_id and incarnation != peer.incarnation
+        for process, old in list(self._incoming.items()):
+            other = old.cluster_id == peer.cluster_id and process != peer.process
             if other and old.state is not LinkState.READY:
                 self.end(old, "the peer was restarted")  # a restarted peer replaces its dead link
-        link = self._incoming.get(peer.incarnation)
+        link = self._incoming.get(peer.process)
         if link is None:
-            link = self._incoming[peer.incarnation] = Link(self._context, peer.cluster_id, None)
+            link = self._incoming[peer.process] = Link(self._context, peer.cluster_id, None)
         ours = self._dialled.get(peer.cluster_id)
         if ours is not None and self._same(ours, peer):
             self.users.add(link, *self.users.of(ours))
@@ -323,8 +328,8 @@ class Links:
     def forget(self, link: Link) -> None:
         if self._dialled.get(link.cluster_id) is link:
             del self._dialled[link.cluster_id]
-        if link.peer is not None and self._incoming.get(link.peer.incarnation) is link:
-            del self._incoming[link.peer.incarnation]
+        if link.peer is not None and self._incoming.get(link.peer.process) is link:
+            del self._incoming[link.peer.process]
         users = self.users.of(link)
         self.users.forget(link)
         self.forgotten(link, users)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvpull_async import plan
 from kvpull_async.protocol import frames
-from kvpull_async.registry import Binding, Entry, Registry, describe
+from kvpull_async.registry import Binding, Entry, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import CacheDesc, DataType
 
@@ -62,10 +62,10 @@ class Offer:
         return len(self.tensors) * self.per_tensor
 
 
-def find(registry: Registry, request: frames.Request, tail: bytes) -> Offer:
-    """The offer for a request; LLMException with the code that the puller will see."""
+def find(registry: Registry, request: frames.Request, tail: bytes, *, peer: int) -> Offer:
+    """The offer for a request of that cluster; LLMException with the code that the puller will see."""
     registry.drain_drops()
-    entry, binding, index = _look_up(registry, request)
+    entry, binding, index = _look_up(registry, request, peer)
     entry.reach()
     if request.remote_access and not entry.remote_accessible:
         raise _invalid(f"cache {entry.cache_id} is not remote accessible")
@@ -81,24 +81,23 @@ def find(registry: Registry, request: frames.Request, tail: bytes) -> Offer:
     return _entry(request, entry, binding, tensors, index)
 
 
-def _look_up(registry: Registry, request: frames.Request) -> tuple[Entry, Binding | None, int]:
+def _look_up(registry: Registry, request: frames.Request, peer: int) -> tuple[Entry, Binding | None, int]:
     if request.key == "blocks":
-        blocks = registry.find_blocks(request.model_id)
+        blocks = registry.find_blocks(request.model_id, peer=peer)
         if blocks is None:
             raise _unknown(f"no blocks cache of model {request.model_id} here")
         return blocks, None, 0
     if request.key == "cache":
-        found = registry.find_id(request.identity, request.entry)
+        found = registry.find_id(request.identity, request.entry, peer=peer)
         if found is None:
             raise _unknown(f"no cache {request.identity} with batch entry {request.entry} here")
         return found[0], found[1], request.entry
     if request.key not in ("request", "prefix"):
         raise _invalid(f"keys of kind {request.key!r} are unknown")
     name = (request.key, request.identity, request.model_id)
-    binding = registry.find_key(name)
+    binding = registry.find_key(name, peer=peer)
     if binding is None:
-        near = ", ".join(registry.nearest_keys(name)) or "none at all"
-        raise _unknown(f"{describe(name)} is not here: never published, released or pulled already (held: {near})")
+        raise _unknown(registry.missing(name, peer=peer))
     return binding.entry, binding, binding.index
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from kvpull_async import sums
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._prompt import Prompt, by_hand
 from kvpull_async._workers import Job
@@ -22,6 +23,7 @@ from kvpull_async.protocol import frames
 from kvpull_async.registry import Entry
 from kvpull_async.standing import Offered
 from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.summing import Summing, at_once
 from kvpull_async.transport.base import DataPath, Segments, Transfer, moved
 from kvpull_async.turn import Turn, cause_of
 
@@ -29,10 +31,21 @@ if TYPE_CHECKING:
     from kvpull_async.lane import Answer, Lane
     from kvpull_async.link import Link
 
-__all__ = ["Pull", "Wanted"]
+__all__ = ["Pull", "Verifying", "Wanted"]
 
 _TINY: Final = 128 * 1024
 """Most bytes copied with the interpreter lock held: giving it up would take longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verifying:
+    """The sum `name`, as the source makes it too: `lend` gives the destination's bytes in the order of the request, and
+    `failed` hears of both sums, the source's first, if they differ.
+    """
+
+    name: str
+    lend: Callable[[frames.Grant], Batches]
+    failed: Callable[[bytes, bytes], LLMException]
 
 
 @dataclass(slots=True)
@@ -56,6 +69,7 @@ class Wanted:
     report: Report
     pieces: Callable[[], list[memoryview] | None] = lambda: None
     """Asked for while the source answers: the part of each tensor that is filled by `at_most` bytes, or None."""
+    verifying: Verifying | None = None
 
 
 class Pull(Turn):
@@ -70,6 +84,9 @@ class Pull(Turn):
         self._request_id: int | None = None
         self._answer: Prompt[Answer] | None = None
         self._transfer: Transfer | None = None
+        self._digest: asyncio.Future[bytes] | None = None
+        self._summing: Summing | None = None
+        self._verifies = False
         self._pieces: list[memoryview] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -146,6 +163,8 @@ class Pull(Turn):
                 await self._land(landing, payload, report.bytes, rows=grant.tensors * len(wanted.table) // 8)
             else:
                 await self._fetch(grant, landing, report.bytes)
+        if self._digest is not None:
+            await self._verify(grant, self._digest)
         self._commit(grant, self._path)
 
     async def _granted(self) -> Answer:
@@ -179,6 +198,8 @@ class Pull(Turn):
         self._request_id, data, self._answer = lane.ask(
             lambda number: wanted.request(number, wanted.deadline.remaining_ms), wanted.table
         )
+        if wanted.verifying is not None:
+            self._digest = lane.digest(self._request_id)
         return data
 
     async def _fetch(self, grant: frames.Grant, landing: Batches, nbytes: int) -> None:
@@ -190,7 +211,11 @@ class Pull(Turn):
             span = replace(span, landed=None)  # nothing is final before the source has said so
         path.expect(grant.grant_id, grant.ticket, wanted.reading(grant), span)
         self._transfer = path.fetch(grant.grant_id, landing, nbytes)
-        await moved(self._transfer)
+        try:
+            await moved(self._transfer)
+        except ValueError as error:  # outside of what it shares, or not as many bytes
+            reason = f"the source granted what its cache does not have: {error}"
+            raise LLMException(reason, status_code=LLMStatusCode.LLM_FAILED) from error
         if unproven:
             await self._prove(lane, grant)
 
@@ -249,6 +274,28 @@ class Pull(Turn):
                 retry_safe=True,
             )
 
+    async def _verify(self, grant: frames.Grant, digest: asyncio.Future[bytes]) -> None:
+        """The bytes count only if they sum to the same here as at the source."""
+        wanted, transfer = self._wanted, self._transfer
+        verifying = wanted.verifying
+        assert verifying is not None
+        wanted.report.enter("verify")
+        self._verifies = True
+        brief = at_once(wanted.report.bytes, wanted.span(grant).most_rows, direct=self._link.direct_memory)
+        if self._task is None and not (brief and digest.done()):
+            await self._until(None)
+        if transfer is not None:
+            await asyncio.wait([transfer.settled])
+        lending, growing = verifying.lend(grant), sums.begin(verifying.name, where="this side")
+        if brief:
+            found = sums.sum_of(growing, lending)
+        else:
+            self._summing = Summing(growing, lending, [wanted.entry], self._link.workers)
+            found = await self._summing.digest()
+        expected = await digest
+        if found != expected:
+            raise verifying.failed(expected, found)
+
     def _commit(self, grant: frames.Grant, path: DataPath | None) -> None:
         """No step between the last byte and this may wait: afterwards the pull has happened."""
         self._committed = True
@@ -272,6 +319,8 @@ class Pull(Turn):
             self._lane.give_up(self._request_id, tell=True)
         if transfer is None and self._path is not None and self._unanswered():
             self._path.give_up()
+        if self._summing is not None:
+            self._summing.abort()  # it keeps the memory until it has settled, and writes nothing
         if transfer is not None:
             transfer.abort()
             self._wanted.report.enter("settle")
@@ -294,6 +343,8 @@ class Pull(Turn):
             return "while the pull waited for earlier ones on its link"
         if self._request_id is None and self._transfer is None:
             return f"while the link was being connected{self._link.trouble}"
+        if self._verifies:
+            return f"while the bytes that came from {self._link.peer_name} were verified"
         if self._transfer is None:
             return f"while the peer {self._link.peer_name} did not answer"
         return f"while bytes came from {self._link.peer_name}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpull_async import sums
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._prompt import Prompt, by_hand
 from kvpull_async.gathering import gathered, join
@@ -26,6 +27,7 @@ from kvpull_async.memory.base import FEW_ROWS, FEW_TENSORS, Batches, Span, plann
 from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, status_of
+from kvpull_async.summing import Summing, at_once
 from kvpull_async.transport.base import DataPath, Transfer
 from kvpull_async.turn import Turn, cause_of
 
@@ -38,6 +40,8 @@ __all__ = ["Outgoing", "Push"]
 
 _SMALL: Final = 128 * 1024
 """Most bytes that are read before others on the loop have their turns."""
+_FOR_EVER: Final = (LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+"""With these the same offer would be refused again."""
 _TIMEOUTS: Final = (LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
 
 
@@ -57,6 +61,8 @@ class Outgoing:
     src_table: bytes
     deadline: Deadline
     report: Report
+    differs: Callable[[bytes, bytes], LLMException] | None = None
+    """Hears of both sums, this side's first, if those that `offer.verify` asks for differ."""
 
 
 class Push(Turn):
@@ -72,6 +78,8 @@ class Push(Turn):
         self._heard: Prompt[None] | None = None
         """Ends with the result, or before it when nobody waits for that any more."""
         self._transfer: Transfer | None = None
+        self._sum = b""
+        self._summing: Summing | None = None
         self._on_accept = False
         """Whether the bytes go once the receiver says that it is ready for them."""
 
@@ -119,8 +127,11 @@ class Push(Turn):
         if lane is not None:
             self._report.enter("connect")
             self._use(lane, link.path)
-            self._request_id, data = self._register(lane, *self._pieces(), inline=True)
+            pieces = self._pieces()
+            self._request_id, data = self._register(lane, *pieces, inline=True)
             lane.channel.post(data)
+            if outgoing.offer.verify:
+                self._begin_sum()
 
     async def _steps(self) -> None:
         link, report = self._link, self._report
@@ -134,7 +145,10 @@ class Push(Turn):
         assert self._result is not None
         assert self._heard is not None
         await self._heard  # when that is cancelled the result is still to come
-        _check(self._result.result())
+        result = self._result.result()
+        _check(result)
+        if self._outgoing.offer.verify:
+            await self._verify(result)
         self._committed = True
         report.bytes = self._outgoing.nbytes
 
@@ -178,6 +192,26 @@ class Push(Turn):
             self._result = self._heard = None
             raise
         self._request_id = request_id
+        if outgoing.offer.verify:
+            self._begin_sum()
+
+    def _begin_sum(self) -> None:
+        """What the bytes sum to here, while the receiver takes them."""
+        outgoing = self._outgoing
+        growing = sums.begin(outgoing.offer.verify, where="this side")
+        if at_once(outgoing.nbytes, outgoing.most_rows, direct=outgoing.backend.direct):
+            self._sum = sums.sum_of(growing, self._lend())
+        else:
+            self._summing = Summing(growing, self._lend(), [outgoing.entry], self._link.workers)
+
+    async def _verify(self, result: frames.Result) -> None:
+        """The receiver's sum must be the same."""
+        self._report.enter("verify")
+        if self._summing is not None:
+            self._sum = await self._summing.digest()
+        if self._sum != result.digest:
+            assert self._outgoing.differs is not None
+            raise self._outgoing.differs(self._sum, result.digest)
 
     def _use(self, lane: Lane, path: DataPath) -> DataPath:
         self._lane, self._path = lane, path
@@ -215,7 +249,7 @@ class Push(Turn):
             request_id, self._grant_id, offer.pull_id, offer.traceparent, remaining, offer.key, offer.identity,
             offer.model_id, offer.entry, offer.first_tensor, offer.tensors, offer.per_tensor, offer.blocks,
             offer.block_nbytes, offer.src_tensor, offer.start, offer.src_blocks if ticket is not None else 0,
-            inline, begun, ticket,
+            inline, begun, ticket, offer.verify,
         )  # fmt: skip
 
     def _begin(self, path: DataPath) -> None:
@@ -245,6 +279,8 @@ class Push(Turn):
         self._report.enter("settle")
         self._on_accept = False
         transfer, result, bound = self._transfer, self._result, self._bound()
+        if self._summing is not None:
+            self._summing.abort()  # it keeps the memory until it has settled
         if transfer is not None:
             transfer.abort()
         unsafe = False
@@ -290,6 +326,6 @@ def _check(result: frames.Result) -> None:
     status = status_of(result.status)
     if status is LLMStatusCode.LLM_SUCCESS:
         return
-    again = status is not LLMStatusCode.LLM_PARAM_INVALID  # the same offer would be refused again
+    again = status not in _FOR_EVER
     kind = LLMTimeoutError if status in _TIMEOUTS else LLMException
     raise kind(result.reason, status_code=status, retry_safe=again)

@@ -10,17 +10,19 @@ import time
 from functools import cached_property
 from typing import Final
 
-from kvpull_async import aims
+from kvpull_async import aims, sums
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Job, Workers
 from kvpull_async.aims import Place
 from kvpull_async.gathering import fill
 from kvpull_async.lane import Lane
-from kvpull_async.memory.base import FEW_ROWS, FEW_TENSORS, Span, copy_batches, lend_bytes, no_memory, planned
+from kvpull_async.memory.base import FEW_ROWS, FEW_TENSORS, Batches, Span, copy_batches, lend_bytes, no_memory, planned
 from kvpull_async.observe import Counters, Log, key_text
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Pin, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.summing import Summing, at_once
+from kvpull_async.sums import Sum
 from kvpull_async.transport.base import DataPath, Transfer, moved
 
 __all__ = ["Receiving", "log_of"]
@@ -32,13 +34,14 @@ _INLINE_COPY: Final = 128 * 1024
 
 
 class Receiving:
-    """The receiving side of one lane. `by_key`: whether peers may name caches here by key."""
+    """The receiving side of one lane. `peer` is the cluster that sends; `by_key`: whether it may name caches by key."""
 
     def __init__(
         self,
         lane: Lane,
         path: DataPath,
         *,
+        peer: int,
         registry: Registry,
         workers: Workers,
         log: Log,
@@ -53,6 +56,7 @@ class Receiving:
         self._log = log
         self._counters = counters
         self._by_key = by_key
+        self._peer = peer
         self._settle_timeout = settle_timeout
 
     async def fulfil(self, offer: frames.Offer, tail: bytes, deadline: Deadline) -> None:
@@ -101,6 +105,14 @@ class Receiving:
         landing = planned(place.rows, lambda rows: backend.landing(place.regions, rows))
         return path.fetch(offer.grant_id, landing, place.nbytes)
 
+    def sums_at_once(self, place: Place) -> bool:
+        return at_once(place.nbytes, place.most_rows, direct=self._registry.backend.direct)
+
+    def lend(self, place: Place) -> Batches:
+        """What has landed."""
+        backend = self._registry.backend
+        return planned(place.rows, lambda rows: backend.lending(place.regions, rows))
+
 
 class _Receipt:
     """One offer on its way."""
@@ -117,6 +129,9 @@ class _Receipt:
         self._pins: list[Pin] = []
         self._transfer: Transfer | None = None
         self._released = False
+        self._sum: Sum | None = None
+        self._digest = b""
+        self._summing: Summing | None = None
 
     @cached_property
     def _log(self) -> Log:
@@ -130,6 +145,8 @@ class _Receipt:
                 return False
             self._tell_started(place)
             self._receiving.put(place)
+            if self._sum is not None:
+                self._digest = sums.sum_of(self._sum, self._receiving.lend(place))
         except (LLMException, OSError, ValueError) as error:
             self._refuse(error, unsafe=False)
         else:
@@ -177,10 +194,26 @@ class _Receipt:
             self._transfer = await receiving.fetch(offer, place, self._deadline)
         if self._transfer is not None:
             await moved(self._transfer)
+        if self._sum is not None:
+            await self._verify(place, self._sum)
+
+    async def _verify(self, place: Place, growing: Sum) -> None:
+        """What has landed is summed for the sender, which compares."""
+        if self._transfer is not None:
+            await asyncio.wait([self._transfer.settled])
+        lending = self._receiving.lend(place)
+        if self._receiving.sums_at_once(place):
+            self._digest = sums.sum_of(growing, lending)
+        else:
+            self._summing = Summing(growing, lending, place.entries, self._receiving._workers)
+            self._digest = await self._summing.digest()
 
     def _find(self) -> Place:
         receiving, tail = self._receiving, self._tail
-        return aims.find(receiving._registry, self._offer, tail, by_key=receiving._by_key)
+        if self._offer.verify:
+            self._sum = sums.begin(self._offer.verify, where="the receiver")
+        by_key, peer = receiving._by_key, receiving._peer
+        return aims.find(receiving._registry, self._offer, tail, peer=peer, by_key=by_key)
 
     def _tell_started(self, place: Place) -> None:
         if self._receiving._log.debugging:
@@ -196,6 +229,8 @@ class _Receipt:
     async def _settle(self) -> bool:
         """Stop what runs and wait until it has; True when the destination had to be quarantined instead."""
         transfer, offer = self._transfer, self._offer
+        if self._summing is not None:
+            self._summing.abort()  # it keeps the memory until it has settled, and writes nothing
         if transfer is None:
             if not offer.inline and offer.ticket is None:
                 self._receiving._path.give_up()  # bytes may be on their way
@@ -227,7 +262,7 @@ class _Receipt:
         self._answer(status, reason, unsafe=unsafe)
 
     def _answer(self, status: LLMStatusCode, reason: str, *, unsafe: bool) -> None:
-        result = frames.Result(self._offer.request_id, int(status), reason[:_REASON_LIMIT], unsafe)
+        result = frames.Result(self._offer.request_id, int(status), reason[:_REASON_LIMIT], unsafe, self._digest)
         self._receiving._lane.post(result)
 
 

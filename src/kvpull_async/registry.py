@@ -10,13 +10,17 @@ import copy
 import heapq
 import itertools
 import queue
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpull_async import fates
 from kvpull_async.addresses import Addresses
+from kvpull_async.fates import Fates
 from kvpull_async.held import Binding, Entry, KeyId, Pin
+from kvpull_async.leases import Leases
 from kvpull_async.memory.base import Allocation, MemoryBackend, Region
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import BlocksCacheKey, CacheDesc, CacheKey
@@ -25,9 +29,19 @@ __all__ = ["Binding", "Entry", "Pin", "Registry"]
 
 
 class Registry:
-    """The tables by which caches are found, here and by peers."""
+    """The tables by which caches are found, here and by peers.
 
-    def __init__(self, backend: MemoryBackend, *, dropped: Callable[[int], None] | None = None) -> None:
+    A `peer` is the cluster that asks: what is not open to it does not exist for it. None is this node itself. `expired`
+    is told of keys whose lease has ended.
+    """
+
+    def __init__(
+        self,
+        backend: MemoryBackend,
+        *,
+        dropped: Callable[[int], None] | None = None,
+        expired: Callable[[list[Binding]], object] | None = None,
+    ) -> None:
         self.backend = backend
         self.closed: bool = False
         self.drops: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -40,7 +54,11 @@ class Registry:
         self._blocks: dict[int, Entry] = {}
         self._bindings: dict[int, Binding] = {}
         self._addresses = Addresses()
-        self._watches: dict[KeyId, set[Callable[[], None]]] = {}
+        self._watches: dict[KeyId, dict[Callable[[], None], int | None]] = {}
+        """What is called when that is here, and for which peer."""
+        self._fates = Fates()
+        self._told = expired or _nobody
+        self._leases = Leases(self._expire, self._told)
 
     # -- making and releasing ---------------------------------------------------------------------------------------
 
@@ -58,7 +76,7 @@ class Registry:
         if len(set(names)) != len(names):
             raise _invalid("cache_keys: the same key is given twice")
         for name in names:
-            if name in self._keys:
+            if self.find_key(name) is not None:
                 raise LLMException(f"cache_keys: {describe(name)} is bound already", status_code=bound_status)
 
     def add(
@@ -69,6 +87,7 @@ class Registry:
         blocks: bool,
         allocation: Allocation | None = None,
         remote_accessible: bool = True,
+        allowed: frozenset[int] | None = None,
     ) -> Entry:
         entry = Entry(
             next(self._ids),
@@ -79,31 +98,34 @@ class Registry:
             allocation=allocation,
             remote_accessible=remote_accessible,
             dropped=self._handle_dropped,
+            allowed=allowed,
         )
         self._entries[entry.cache_id] = entry
         if remote_accessible:
             self._addresses.add(entry)
         for index in range(entry.desc.entries) if self._watches else ():
-            self._published(("cache", entry.cache_id, index))
+            self._published(("cache", entry.cache_id, index), entry)
         return entry
 
-    def bind(self, entry: Entry, keys: Iterable[CacheKey]) -> None:
-        """Bind the i-th key to batch entry i. A key that is bound already keeps its binding (only registered caches
-        come here unchecked, and there the first registration wins).
+    def bind(self, entry: Entry, keys: Iterable[CacheKey], *, lease: float | None = None) -> None:
+        """Bind the i-th key to batch entry i, each for `lease` s, if that is given. A key that is bound already keeps
+        its binding (only registered caches come here unchecked, and there the first registration wins).
         """
         for index, key in enumerate(keys):
             name = key_id(key)
-            if key.is_padding or name in self._keys:
+            if key.is_padding or self.find_key(name) is not None:
                 continue
             binding = Binding(entry, index, name, next(self._generations))
             self._keys[name] = entry.bindings[index] = self._bindings[binding.generation] = binding
-            self._published(name)
+            if lease is not None:
+                self._leases.set(binding, lease)
+            self._published(name, entry)
 
     def bind_blocks(self, entry: Entry, key: BlocksCacheKey) -> None:
         """A blocks key bound again moves to the newer cache."""
         entry.blocks_model = key.model_id
         self._blocks[key.model_id] = entry
-        self._published(("blocks", 0, key.model_id))
+        self._published(("blocks", 0, key.model_id), entry)
 
     def release(self, entry: Entry) -> None:
         """The id is given up. Keys of an allocated cache keep it until they are consumed or removed; a registered
@@ -113,7 +135,7 @@ class Registry:
         self._addresses.remove(entry)
         if entry.blocks or entry.registered:
             for binding in list(entry.bindings.values()):
-                self._unbind(binding)
+                self._unbind(binding, fates.UNMADE)
         if entry.blocks_model is not None and self._blocks.get(entry.blocks_model) is entry:
             del self._blocks[entry.blocks_model]
         entry.when_unused(self._forget)
@@ -121,14 +143,24 @@ class Registry:
     def discard(self, entry: Entry) -> None:
         """As if it had never been made: its keys go, too."""
         for binding in list(entry.bindings.values()):
-            self._unbind(binding)
+            self._unbind(binding, fates.UNMADE)
         self.release(entry)
 
     def remove_key(self, key: CacheKey) -> None:
         """Unknown keys and keys of registered caches are left alone."""
         binding = self._keys.get(key_id(key))
         if binding is not None and not binding.entry.registered:
-            self._unbind(binding)
+            self.give_up(binding)
+
+    def give_up(self, binding: Binding) -> None:
+        """Nobody is to pull that key any more."""
+        self._unbind(binding, fates.RELEASED)
+
+    def lease(self, binding: Binding, seconds: float, *, at_least: bool = False) -> None:
+        """The key ends so many seconds from now. With `at_least` it is not to end earlier than it would have."""
+        left = None if binding.ends is None else binding.ends - time.monotonic()
+        if not at_least or (left is not None and left < seconds):
+            self._leases.set(binding, seconds)
 
     def consume(self, generation: int, tensors: Iterable[int]) -> bool:
         """Tick off pulled tensors of the binding of that generation; True when that removed its key."""
@@ -137,7 +169,7 @@ class Registry:
             return False
         if binding.tick_off(tensors):
             return False
-        self._unbind(binding)
+        self._unbind(binding, fates.PULLED)
         return True
 
     def drain_drops(self) -> None:
@@ -157,6 +189,7 @@ class Registry:
         self._keys.clear()
         self._blocks.clear()
         self._bindings.clear()
+        self._leases.clear()
 
     def _handle_dropped(self, cache_id: int) -> None:
         if not self.closed:
@@ -164,65 +197,93 @@ class Registry:
 
     # -- finding ----------------------------------------------------------------------------------------------------
 
-    def local(self, cache_id: int) -> Entry | None:
-        """A cache of this node by id, for this node's own use."""
+    def local(self, cache_id: int, *, peer: int | None = None) -> Entry | None:
+        """A cache of this node by id, for this node's own use, or to be written by a peer."""
         entry = self._entries.get(cache_id)
-        return entry if entry is not None and entry.alive else None
+        return entry if entry is not None and entry.alive and entry.open_to(peer) else None
 
     def find(self, cache_id: int) -> Entry | None:
         """By id, also when released but still in use."""
         return self._entries.get(cache_id)
 
-    def find_key(self, name: KeyId) -> Binding | None:
-        return self._keys.get(name)
+    def find_key(self, name: KeyId, *, peer: int | None = None) -> Binding | None:
+        binding = self._keys.get(name)
+        if binding is None or not self._lasts(binding) or not binding.entry.open_to(peer):
+            return None
+        return binding
 
-    def find_blocks(self, model_id: int) -> Entry | None:
-        return self._blocks.get(model_id)
+    def find_blocks(self, model_id: int, *, peer: int | None = None) -> Entry | None:
+        entry = self._blocks.get(model_id)
+        return entry if entry is not None and entry.open_to(peer) else None
 
-    def find_id(self, cache_id: int, index: int) -> tuple[Entry, Binding | None] | None:
+    def find_id(self, cache_id: int, index: int, *, peer: int | None = None) -> tuple[Entry, Binding | None] | None:
         """By id, as peers ask: also after deallocation while keys are left; None outside the batch."""
         entry = self._entries.get(cache_id)
-        if entry is None or not entry.referenced or not 0 <= index < entry.desc.entries:
+        if entry is None or not entry.open_to(peer) or not 0 <= index < entry.desc.entries:
             return None
-        return entry, entry.bindings.get(index)
+        for other in () if entry.alive else tuple(entry.bindings):
+            self.bound(entry, other)
+        return (entry, self.bound(entry, index)) if entry.referenced else None
 
-    def find_addresses(self, addresses: NDArray[np.int64], nbytes: int) -> list[tuple[Entry, Region] | None]:
+    def bound(self, entry: Entry, index: int) -> Binding | None:
+        """The key of a batch entry."""
+        binding = entry.bindings.get(index)
+        return binding if binding is not None and self._lasts(binding) else None
+
+    def find_addresses(
+        self, addresses: NDArray[np.int64], nbytes: int, *, peer: int | None = None
+    ) -> list[tuple[Entry, Region] | None]:
         """For each address the remote accessible cache, and its tensor, that has `nbytes` bytes from there on."""
-        return self._addresses.find(addresses, nbytes)
+        return self._addresses.find(addresses, nbytes, peer=peer)
 
-    def nearest_keys(self, name: KeyId, *, limit: int = 3) -> list[str]:
+    def missing(self, name: KeyId, *, peer: int | None = None) -> str:
+        """That a key is not here: what became of it, and which are here that resemble it."""
+        near = ", ".join(self.nearest_keys(name, peer=peer)) or "none at all"
+        return f"{describe(name)} is not here: {self._fates.of(name, peer=peer)} (held: {near})"
+
+    def nearest_keys(self, name: KeyId, *, limit: int = 3, peer: int | None = None) -> list[str]:
         """Keys that resemble `name`, for the message that says it is unknown."""
         kind, number, model = name
-        some = itertools.islice(self._keys, 1000)  # a miss must not hold the loop, however many keys there are
-        nearest = heapq.nsmallest(limit, some, key=lambda k: (k[0] != kind, k[2] != model, abs(k[1] - number)))
+        some = itertools.islice(self._keys.values(), 1000)  # a miss must not hold the loop, however many keys there are
+        known = [b.key for b in some if b.entry.open_to(peer) and not self._leases.over(b)]
+        nearest = heapq.nsmallest(limit, known, key=lambda k: (k[0] != kind, k[2] != model, abs(k[1] - number)))
         return [describe(k) for k in nearest]
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
-    def watch(self, name: KeyId, appeared: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, name: KeyId, appeared: Callable[[], None], *, peer: int | None = None) -> Callable[[], None]:
         """Call `appeared`, which must not wait, once what is named is here, at once if it is: a key of a batch entry,
         ("blocks", 0, model id) or ("cache", cache id, batch index). The result takes that back.
         """
-        watches = self._watches.setdefault(name, set())
-        watches.add(appeared)
+        if self._is_here(name, peer):
+            appeared()
+            return _nothing
+        watches = self._watches.setdefault(name, {})
+        watches[appeared] = peer
 
         def forget() -> None:
-            watches.discard(appeared)
+            watches.pop(appeared, None)
             if not watches and self._watches.get(name) is watches:
                 del self._watches[name]
 
-        if self._is_here(name):
-            self._published(name)
         return forget
 
-    def _is_here(self, name: KeyId) -> bool:
+    def _is_here(self, name: KeyId, peer: int | None) -> bool:
         kind, number, model = name
         if kind == "cache":
-            return self.find_id(number, model) is not None
-        return model in self._blocks if kind == "blocks" else name in self._keys
+            return self.find_id(number, model, peer=peer) is not None
+        if kind == "blocks":
+            return self.find_blocks(model, peer=peer) is not None
+        return self.find_key(name, peer=peer) is not None
 
-    def _published(self, name: KeyId) -> None:
-        for appeared in tuple(self._watches.pop(name, ())):
+    def _published(self, name: KeyId, entry: Entry) -> None:
+        watches = self._watches.get(name, {})
+        called = [appeared for appeared, peer in watches.items() if entry.open_to(peer)]
+        for appeared in called:
+            del watches[appeared]
+        if called and not watches:
+            del self._watches[name]
+        for appeared in called:
             appeared()
 
     def entries(self) -> list[Entry]:
@@ -230,7 +291,21 @@ class Registry:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _unbind(self, binding: Binding) -> None:
+    def _lasts(self, binding: Binding) -> bool:
+        """False, and the key is gone, when its time is over."""
+        if binding.ends is None or not self._leases.over(binding):
+            return True
+        self._expire(binding)
+        self._told([binding])
+        return False
+
+    def _expire(self, binding: Binding) -> None:
+        self._unbind(binding, fates.EXPIRED)
+
+    def _unbind(self, binding: Binding, what: str) -> None:
+        since = binding.ends if what == fates.EXPIRED else None
+        self._fates.note(binding.key, what, binding.entry, since=since)
+        self._leases.drop(binding)
         self._keys.pop(binding.key, None)
         self._bindings.pop(binding.generation, None)
         entry = binding.entry
@@ -249,6 +324,14 @@ class Registry:
 
     def __repr__(self) -> str:
         return f"<Registry caches={len(self._entries)} keys={len(self._keys)} blocks={len(self._blocks)}>"
+
+
+def _nothing() -> None:
+    """There is nothing to forget."""
+
+
+def _nobody(bindings: list[Binding]) -> None:
+    """Nobody is told."""
 
 
 def key_id(key: CacheKey) -> KeyId:

@@ -9,20 +9,22 @@ from kvpull_async.config import Settings
 from kvpull_async.linkage import Route
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.observe import Log
+from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.base import PathKind, Transport
 from kvpull_async.transport.inproc import InprocTransport
 from kvpull_async.transport.shm.kind import ShmPaths
 from kvpull_async.transport.tcp import TcpTransport
+from kvpull_async.transport.tls import Tls
 
-__all__ = ["Routes"]
+__all__ = ["Routes", "certificates"]
 
 
 class Routes:
     """Best first: within a process from memory to memory; else control over TCP, with the best path both sides have."""
 
-    def __init__(self, settings: Settings, memory: HostMemory, log: Log) -> None:
+    def __init__(self, settings: Settings, memory: HostMemory, log: Log, *, tls: Tls | None = None) -> None:
         inproc = InprocTransport(log)
-        tcp = TcpTransport(log, greeting_timeout=settings.handshake_timeout_ms / 1000)
+        tcp = TcpTransport(log, greeting_timeout=settings.handshake_timeout_ms / 1000, tls=tls)
         shm = ShmPaths(memory, log, process_reads=settings.allow_process_vm_read)
         backend = settings.transfer_backend
         beside: list[tuple[Transport, tuple[PathKind, ...]]] = [(inproc, (inproc,)), (tcp, (shm, tcp))]
@@ -42,6 +44,16 @@ class Routes:
         for route in self._all:
             for kind in route.kinds:
                 await kind.aclose(deadline)
+
+
+def certificates(settings: Settings) -> Tls | None:
+    """What the settings name; LLM_PARAM_INVALID with the file that cannot be used."""
+    if not settings.tls:
+        return None
+    try:
+        return Tls.load(certificate=settings.tls_certificate, key=settings.tls_key, authority=settings.tls_authority)
+    except OSError as error:
+        raise LLMException(f"TLS: {error}", status_code=LLMStatusCode.LLM_PARAM_INVALID) from error
 
 
 def _allowed(kinds: tuple[PathKind, ...], backend: str) -> tuple[PathKind, ...]:

@@ -12,18 +12,18 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import msgspec
 
-from kvpull_async import offers
-from kvpull_async._deadline import Deadline, absorb
+from kvpull_async import offers, sums
+from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
 from kvpull_async.gathering import gathered
+from kvpull_async.granting import Granted, new_sum
 from kvpull_async.lane import Lane
-from kvpull_async.memory.base import FEW_ROWS, FEW_TENSORS, Batches, Span, planned
+from kvpull_async.leasing import Leasing
+from kvpull_async.memory.base import FEW_ROWS, FEW_TENSORS, Span
 from kvpull_async.observe import Counters, Log
 from kvpull_async.offers import Offer, PeerRecord
 from kvpull_async.protocol import frames
@@ -31,7 +31,7 @@ from kvpull_async.protocol.frames import Message
 from kvpull_async.receiving import Receiving, log_of
 from kvpull_async.registry import Pin, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.transport.base import DataPath, Transfer, moved
+from kvpull_async.transport.base import DataPath
 from kvpull_async.watching import Watching
 
 __all__ = ["Serving"]
@@ -43,28 +43,18 @@ _AT_ONCE: Final = 8
 """Most requests answered on the spot of those that came together; for the others, others have their turns first."""
 
 
-@dataclass
-class _Lease:
-    """A grant whose memory is still pinned."""
-
-    request_id: int
-    grant_id: bytes
-    pin: Pin
-    transfer: Transfer
-    timer: asyncio.TimerHandle
-
-
 _Asked = tuple["frames.Request | frames.Offer", bytes, Deadline]
 
 
 class Serving:
-    """The serving side of one lane."""
+    """The serving side of one lane; `peer` is the cluster that asks."""
 
     def __init__(
         self,
         lane: Lane,
         path: DataPath,
         *,
+        peer: int,
         registry: Registry,
         record: PeerRecord,
         workers: Workers,
@@ -78,6 +68,7 @@ class Serving:
     ) -> None:
         self._lane = lane
         self._path = path
+        self._peer = peer
         self._registry = registry
         self._record = record
         self._workers = workers
@@ -89,6 +80,7 @@ class Serving:
         self._receiving = Receiving(
             lane,
             path,
+            peer=peer,
             registry=registry,
             workers=workers,
             log=self._log,
@@ -96,13 +88,20 @@ class Serving:
             by_key=pushes_by_key,
             settle_timeout=settle_timeout,
         )
-        self._watching = Watching(lane, registry)
+        self._watching = Watching(lane, registry, peer)
+        self._leasing = Leasing(lane, registry, peer, log=self._log, counters=counters)
         self._waiting: deque[_Asked] = deque()
         self._task: asyncio.Task[None] | None = None
         self._current: frames.Request | frames.Offer | None = None
         self._released = False
-        self._leases: dict[bytes, _Lease] = {}
-        self._last: tuple[int, Transfer] | None = None
+        self._leases = Granted(
+            lane,
+            path,
+            registry=registry,
+            workers=workers,
+            log_of=lambda request: log_of(self._log, request, b""),
+            counters=counters,
+        )
         self._streamed = 0  # the last offer whose bytes are sent
         self._turn = self._in_turn = 0
 
@@ -118,11 +117,18 @@ class Serving:
                 self._queue(message, tail)
         elif isinstance(message, frames.Watch):
             self._watching.begin(message)
+        elif isinstance(message, frames.Lease):
+            self._leasing.receive(message)
         elif isinstance(message, frames.Cancel):
             self._cancel(message.request_id)
         elif isinstance(message, frames.Done):
             self._done(message)
-        elif isinstance(message, frames.Check):
+        else:
+            self._hear(message)
+
+    def _hear(self, message: Message) -> None:
+        """What asks for no bytes."""
+        if isinstance(message, frames.Check):
             self._lane.post(frames.Checked(message.grant_id, message.grant_id in self._leases))
         elif isinstance(message, frames.Read):
             self._counters.add("reads_reported", message.pulls)
@@ -144,8 +150,7 @@ class Serving:
         self._watching.abort()
         if self._task is not None:
             self._task.cancel()
-        for grant_id in list(self._leases):
-            self._withdraw(grant_id)
+        self._leases.abort()
 
     # -- one after another ------------------------------------------------------------------------------------------
 
@@ -190,12 +195,9 @@ class Serving:
         self._lane.session.end_request(request_id)
         if self._current is not None and self._current.request_id == request_id and self._task is not None:
             self._task.cancel()
-        if self._last is not None and self._last[0] == request_id:
-            self._last[1].abort()
+        self._leases.cancel(request_id)
         if request_id == self._streamed:
             self._path.give_up()
-        for lease in [lease for lease in self._leases.values() if lease.request_id == request_id]:
-            self._withdraw(lease.grant_id)
 
     def _answered(self, request: frames.Request, tail: bytes) -> bool:
         """Answer on the spot, if that can be done without waiting: a few bytes of memory that the loop may read."""
@@ -203,12 +205,15 @@ class Serving:
         asked = request.tensors * request.size * max(request.blocks, 1)
         if tail or asked > limit or request.tensors > FEW_TENSORS or not backend.direct:
             return False
-        if not self._may_at_once() or (request.remote_access and self._path.opens):
+        if not self._may_at_once() or self._opens(request):
             return False
         began = time.monotonic()
         try:
-            offer = offers.find(self._registry, request, tail)
+            growing = new_sum(request) if request.verify else None
+            offer = offers.find(self._registry, request, tail, peer=self._peer)
             pieces = backend.slices(offer.entry.regions, offer.tensors, start=offer.start, nbytes=offer.per_tensor)
+            if growing is not None:  # before the grant: then the puller need not wait for it
+                self._lane.post(frames.Digest(request.request_id, sums.sum_of(growing, [pieces])))
             self._lane.post(self._grant(request, offer, inline=True), *pieces)
         except LLMException as error:
             self._refuse(request, error, log_of(self._log, request, b""))
@@ -222,6 +227,10 @@ class Serving:
                 self._tell_finished(log, offer, inline=True, began=began)
         self._lane.session.end_request(request.request_id)
         return True
+
+    def _opens(self, request: frames.Request) -> bool:
+        """Whether the next ones like it need not even be asked for: not where each needs a sum from here."""
+        return request.remote_access and self._path.opens and not request.verify
 
     def _may_at_once(self) -> bool:
         """Whether one more may have its turn on the spot."""
@@ -258,7 +267,7 @@ class Serving:
         log = log_of(self._log, request, b"")
         pin: Pin | None = None
         try:
-            offer = offers.find(self._registry, request, tail)
+            offer = offers.find(self._registry, request, tail, peer=self._peer)
             pin = offer.entry.pin(self._cut)  # before anything waits: the memory may be the caller's to free
             log.debug("serve.started", cache_id=offer.entry.cache_id, bytes=offer.nbytes)
             lease_ends = deadline.later(self._lease_margin)
@@ -303,20 +312,24 @@ class Serving:
     async def _answer(self, request: frames.Request, offer: Offer, lease_ends: Deadline, *, blocks: int) -> bool:
         """Grant and deliver; True when the bytes rode on the grant."""
         small = offer.nbytes <= min(self._inline_limit, request.inline_limit)
-        opens = request.remote_access and self._path.opens  # then the next ones need not even be asked for
+        opens, growing = self._opens(request), new_sum(request)
         grant, ticket = self._grant(request, offer, inline=small), None
         if not small:
             await self._path.ready(lease_ends)
         if opens or not small:
             ticket = self._path.describe(grant.grant_id, Span(offer.entry.regions, offer.plan))
         if small and ticket is None:
-            here = self._registry.backend.direct and blocks * len(offer.tensors) <= FEW_ROWS
-            await self._lane.send(grant, await gathered(self._lend(offer), offer.entry, self._workers, here=here))
+            rows = max(1, blocks) * len(offer.tensors)
+            here = self._registry.backend.direct and rows <= FEW_ROWS
+            lending = self._leases.lend(offer)
+            await self._lane.send(grant, await gathered(lending, offer.entry, self._workers, here=here))
+            if growing is not None:
+                await self._leases.sum(request, offer, growing, rows=rows)
             return True
         if ticket is not None:
             open_ = offer.entry.entry_nbytes if opens and not offer.entry.blocks else 0
             grant = msgspec.structs.replace(grant, inline=False, ticket=ticket, wants_done=True, entry_nbytes=open_)
-        await self._deliver(request, grant, offer, lease_ends)
+        await self._leases.deliver(request, grant, offer, lease_ends, growing)
         return False
 
     def _grant(self, request: frames.Request, offer: Offer, *, inline: bool) -> frames.Grant:
@@ -333,63 +346,12 @@ class Serving:
             start=offer.start,
         )
 
-    async def _deliver(self, request: frames.Request, grant: frames.Grant, offer: Offer, lease_ends: Deadline) -> None:
-        """By other means than the grant itself: the source sends, or with a ticket the puller reads."""
-        lease = self._lease(request, grant, offer, lease_ends)
-        try:
-            await self._lane.send(grant)
-            await moved(lease.transfer)
-        except BaseException:
-            lease.transfer.abort()
-            await absorb([lease.transfer.settled], Deadline.after_ms(1000))
-            self._end_lease(lease)
-            raise
-        if grant.ticket is None:
-            self._end_lease(lease)
-
-    def _lend(self, offer: Offer) -> Batches:
-        backend, regions = self._registry.backend, offer.entry.regions
-        return planned(offer.plan, lambda segments: backend.lending(regions, segments))
-
-    def _lease(self, request: frames.Request, grant: frames.Grant, offer: Offer, ends: Deadline) -> _Lease:
-        transfer = self._path.serve(grant.grant_id, self._lend(offer), offer.nbytes)
-        self._last = (request.request_id, transfer)
-        pin = offer.entry.pin(partial(self._withdraw, grant.grant_id))
-        loop, log = asyncio.get_running_loop(), log_of(self._log, request, b"")
-        timer = loop.call_later(ends.remaining, self._expire, grant.grant_id, log)
-        lease = self._leases[grant.grant_id] = _Lease(request.request_id, grant.grant_id, pin, transfer, timer)
-        return lease
-
-    def _withdraw(self, grant_id: bytes) -> None:
-        """The cache is being taken away: it may go once this side reads it no more, whatever the puller does."""
-        lease = self._leases.get(grant_id)
-        if lease is not None:
-            lease.transfer.abort()
-            self._end_lease(lease)
-
-    def _expire(self, grant_id: bytes, log: Log) -> None:
-        lease = self._leases.get(grant_id)
-        if lease is not None:
-            self._counters.add("leases_expired")
-            log.warning("serve.lease_expired")
-            self._withdraw(grant_id)
-
-    def _end_lease(self, lease: _Lease) -> None:
-        """The memory may go once nothing reads it any more."""
-        if self._leases.pop(lease.grant_id, None) is None:
-            return
-        lease.timer.cancel()
-        self._path.release(lease.grant_id)
-        lease.transfer.settled.add_done_callback(lambda _: lease.pin.release())
-
     def _done(self, done: frames.Done) -> None:
         issued = self._record.issued.pop(done.grant_id, None)
         if issued is not None and self._registry.consume(issued.generation, issued.tensors):
             self._counters.add("keys_consumed")
             self._log.debug("serve.key_consumed", pull_id=done.pull_id)
-        lease = self._leases.get(done.grant_id)
-        if lease is not None:
-            self._end_lease(lease)
+        self._leases.done(done.grant_id)
         self._lane.post(frames.DoneAck(done.grant_id))
 
     def __repr__(self) -> str:

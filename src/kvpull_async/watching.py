@@ -13,10 +13,11 @@ __all__ = ["Watching"]
 
 
 class Watching:
-    """The watches of one lane. The session bounds their number."""
+    """The watches of one lane, of that cluster. The session bounds their number."""
 
-    def __init__(self, lane: Lane, registry: Registry) -> None:
+    def __init__(self, lane: Lane, registry: Registry, peer: int) -> None:
         self._lane = lane
+        self._peer = peer
         self._registry = registry
         self._watches: dict[int, Callable[[], None]] = {}
 
@@ -25,7 +26,7 @@ class Watching:
         name = (watch.key, number, watch.entry if watch.key == "cache" else watch.model_id)
         appeared = partial(self._appeared, watch.request_id)
         self._watches[watch.request_id] = _nothing
-        forget = self._registry.watch(name, appeared)
+        forget = self._registry.watch(name, appeared, peer=self._peer)
         if watch.request_id in self._watches:  # it is not here yet
             self._watches[watch.request_id] = forget
 

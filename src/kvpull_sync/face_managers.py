@@ -5,6 +5,7 @@ They must not contain logic of their own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from kvpull_async import (
@@ -26,6 +27,7 @@ from kvpull_async.entry import (
     blocked,
     remap_registered_memory,
 )
+from kvpull_sync.face_keys import Keys
 from kvpull_sync.face_layers import LandingLayers
 from kvpull_sync.face_tasks import Transferring
 
@@ -34,7 +36,7 @@ __all__ = ["CacheManager", "KvCacheManager"]
 T = TypeVar("T")
 
 
-class _Manager(Transferring):
+class _Manager(Transferring, Keys):
     """What the two managers share: the crossing."""
 
     def __init__(self, datadist: DataDist, kind: str) -> None:
@@ -52,27 +54,24 @@ class KvCacheManager(_Manager):
         """As `kvpull_async.KvCacheManager.is_initialized`, blocking."""
         return not self._engine.stopped
 
-    def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Any = ()) -> KvCache:
+    def allocate_cache(
+        self, cache_desc: CacheDesc, cache_keys: Any = (), *, allowed_clusters: Iterable[int] | None = None
+    ) -> KvCache:
         """As `kvpull_async.KvCacheManager.allocate_cache`, blocking."""
-        handle: KvCache = self._run(self._manager.allocate_cache(cache_desc, cache_keys))
+        handle: KvCache = self._run(self._manager.allocate_cache(cache_desc, cache_keys, allowed_clusters))
         return handle
 
-    def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> KvCache:
+    def allocate_blocks_cache(
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None, *,
+        allowed_clusters: Iterable[int] | None = None,
+    ) -> KvCache:  # fmt: skip
         """As `kvpull_async.KvCacheManager.allocate_blocks_cache`, blocking."""
-        handle: KvCache = self._run(self._manager.allocate_blocks_cache(cache_desc, blocks_cache_key))
+        handle: KvCache = self._run(self._manager.allocate_blocks_cache(cache_desc, blocks_cache_key, allowed_clusters))
         return handle
 
     def deallocate_cache(self, cache: KvCache) -> None:
         """As `kvpull_async.KvCacheManager.deallocate_cache`, blocking."""
         self._run(self._manager.deallocate(cache, blocks=None))
-
-    def publish_cache(self, cache: KvCache, cache_keys: list[CacheKey]) -> None:
-        """As `kvpull_async.KvCacheManager.publish_cache`, blocking."""
-        self._run(self._manager.publish_cache(cache, cache_keys))
-
-    def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """As `kvpull_async.KvCacheManager.remove_cache_key`, blocking."""
-        self._run(self._manager.remove_cache_key(cache_key))
 
     def pull_cache(
         self,
@@ -132,14 +131,19 @@ class KvCacheManager(_Manager):
 class CacheManager(_Manager):
     """The newer manager: any role, memory of the caller, blocks."""
 
-    def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Any = ()) -> Cache:
+    def allocate_cache(
+        self, cache_desc: CacheDesc, cache_keys: Any = (), *, allowed_clusters: Iterable[int] | None = None
+    ) -> Cache:
         """As `kvpull_async.CacheManager.allocate_cache`, blocking."""
-        handle: Cache = self._run(self._manager.allocate_cache(cache_desc, cache_keys))
+        handle: Cache = self._run(self._manager.allocate_cache(cache_desc, cache_keys, allowed_clusters))
         return handle
 
-    def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> Cache:
+    def allocate_blocks_cache(
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None, *,
+        allowed_clusters: Iterable[int] | None = None,
+    ) -> Cache:  # fmt: skip
         """As `kvpull_async.CacheManager.allocate_blocks_cache`, blocking."""
-        handle: Cache = self._run(self._manager.allocate_blocks_cache(cache_desc, blocks_cache_key))
+        handle: Cache = self._run(self._manager.allocate_blocks_cache(cache_desc, blocks_cache_key, allowed_clusters))
         return handle
 
     def deallocate_cache(self, cache: Cache) -> None:
@@ -153,34 +157,26 @@ class CacheManager(_Manager):
     def register_cache(
         self, cache_desc: CacheDesc, addrs: list[int] | None = None, cache_keys: Any = (),
         remote_accessible: bool | None = None, *, tensors: list[Any] | tuple[Any, ...] | None = None,
+        allowed_clusters: Iterable[int] | None = None,
     ) -> Cache:  # fmt: skip
         """As `kvpull_async.CacheManager.register_cache`, blocking."""
-        handle: Cache = self._run(
-            self._manager.register_cache(cache_desc, addrs, cache_keys, remote_accessible, tensors)
-        )
+        given = (cache_keys, remote_accessible, tensors, allowed_clusters)
+        handle: Cache = self._run(self._manager.register_cache(cache_desc, addrs, *given))
         return handle
 
     def register_blocks_cache(
         self, cache_desc: CacheDesc, addrs: list[int] | None = None, blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None, *, tensors: list[Any] | tuple[Any, ...] | None = None,
+        allowed_clusters: Iterable[int] | None = None,
     ) -> Cache:  # fmt: skip
         """As `kvpull_async.CacheManager.register_blocks_cache`, blocking."""
-        handle: Cache = self._run(
-            self._manager.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible, tensors)
-        )
+        given = (blocks_cache_key, remote_accessible, tensors, allowed_clusters)
+        handle: Cache = self._run(self._manager.register_blocks_cache(cache_desc, addrs, *given))
         return handle
 
     def unregister_cache(self, cache_id: int) -> None:
         """As `kvpull_async.CacheManager.unregister_cache`, blocking."""
         self._run(self._manager.unregister_cache(cache_id))
-
-    def publish_cache(self, cache: Cache, cache_keys: list[CacheKey]) -> None:
-        """As `kvpull_async.CacheManager.publish_cache`, blocking."""
-        self._run(self._manager.publish_cache(cache, cache_keys))
-
-    def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """As `kvpull_async.CacheManager.remove_cache_key`, blocking."""
-        self._run(self._manager.remove_cache_key(cache_key))
 
     def pull_cache(
         self,
@@ -244,19 +240,20 @@ class CacheManager(_Manager):
         self, dst_cache_key: CacheKeyByIdAndIndex, src_cache: Cache, src_batch_index: int = 0,
         src_layer_range: range | None = None, dst_layer_range: range | None = None, size: int = -1,
         tensor_num_per_layer: int = 2, *, timeout: float | None = None, traceparent: str | None = None,
+        verify: str | None = None,
     ) -> None:  # fmt: skip
         """As `kvpull_async.CacheManager.push_cache`, blocking."""
-        options = {"timeout": timeout, "traceparent": traceparent}
+        options = {"timeout": timeout, "traceparent": traceparent, "verify": verify}
         where = (src_batch_index, src_layer_range, dst_layer_range, size, tensor_num_per_layer)
         self._run(self._manager.push_cache(dst_cache_key, src_cache, *where, options))
 
     def push_blocks(
         self, dst_cache_key: BlocksCacheKey, src_cache: Cache, src_blocks: Any = (), dst_blocks: Any = (),
         src_layer_range: range | None = None, dst_layer_range: range | None = None, tensor_num_per_layer: int = 2, *,
-        timeout: float | None = None, traceparent: str | None = None,
+        timeout: float | None = None, traceparent: str | None = None, verify: str | None = None,
     ) -> None:  # fmt: skip
         """As `kvpull_async.CacheManager.push_blocks`, blocking."""
-        options = {"timeout": timeout, "traceparent": traceparent}
+        options = {"timeout": timeout, "traceparent": traceparent, "verify": verify}
         where = (src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer)
         self._run(self._manager.push_blocks(dst_cache_key, src_cache, *where, options))
 

@@ -13,6 +13,8 @@ from kvpull_async.testing.stubborn import StubbornTransport
 from kvpull_async.transport.base import Transport
 from kvpull_async.transport.inproc import InprocTransport
 from kvpull_async.transport.tcp import TcpTransport
+from kvpull_async.transport.tls import Tls
+from tests.certificates import Authority, cluster
 
 pytestmark = pytest.mark.smoke
 
@@ -20,6 +22,21 @@ pytestmark = pytest.mark.smoke
 class TestTcp(ControlContract, DataPathContract):
     def make_transport(self) -> Transport:
         return TcpTransport(Log(), greeting_timeout=5)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    options = Authority(tmp_path_factory.mktemp("certificates")).issue("both", *cluster("*"))
+    return Tls.load(certificate=options["tls_certificate"], key="", authority=options["tls_authority"])
+
+
+class TestTcpWithTls(ControlContract, DataPathContract):
+    @pytest.fixture(autouse=True)
+    def _certificates(self, own: Tls) -> None:
+        self.tls = own
+
+    def make_transport(self) -> Transport:
+        return TcpTransport(Log(), greeting_timeout=5, tls=self.tls)
 
 
 class TestInproc(ControlContract, DataPathContract):

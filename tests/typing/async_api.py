@@ -82,6 +82,11 @@ async def older(manager: KvCacheManager, desc: CacheDesc) -> None:
     assert_type(cache.quarantined, bool)
     assert_type(cache.per_device_tensor_addrs, list[list[int]])
     await manager.settled(cache, timeout=100)
+    await manager.publish_cache(cache, [CacheKey(1, 2)], lease=1000)
+    await manager.publish_cache(cache, [CacheKey(1, 2)], 1000)  # type: ignore[call-arg]
+    await manager.renew_key(CacheKey(1, 2), 1000, timeout=50)
+    await manager.release_key(CacheKey(1, 2))
+    await manager.release_key(CacheKeyByIdAndIndex(1, 2))  # type: ignore[arg-type]
     await manager.deallocate_cache(cache)
 
 
@@ -111,7 +116,8 @@ async def newer(manager: CacheManager, desc: CacheDesc) -> None:
     await manager.pull_cache(CacheKey(1, 2), cache=cache)
     await manager.register_cache(desc, cache_keys=[CacheKey(1, 2)], tensors=(array,))
     await manager.unregister_cache(cache.cache_id)
-    await manager.deallocate_cache(await manager.allocate_cache(desc))
+    await manager.deallocate_cache(await manager.allocate_cache(desc, allowed_clusters=[1, 2]))
+    await manager.allocate_cache(desc, allowed_clusters=7)  # type: ignore[arg-type]
 
 
 def errors(error: LLMException) -> None:

@@ -54,6 +54,10 @@ def older(manager: KvCacheManager, desc: CacheDesc) -> None:
     assert_type(manager.get_cache_tensors(cache, 1), list[Tensor])
     assert_type(manager.is_initialized(), bool)
     manager.copy_cache(cache, cache, 1, 0)
+    manager.publish_cache(cache, [CacheKey(1, 2)], lease=None)
+    manager.renew_key(CacheKey(1, 2), lease=1000)
+    manager.renew_key(CacheKey(1, 2))  # type: ignore[call-arg]
+    manager.release_key(CacheKey(1, 2), timeout=50)
     manager.deallocate_cache(cache)
 
 
@@ -76,6 +80,7 @@ def newer(manager: CacheManager, desc: CacheDesc) -> None:
     manager.register_cache(desc, (4096,))  # type: ignore[arg-type]
     manager.register_blocks_cache(desc, blocks_cache_key=BlocksCacheKey(1, 0), tensors=[bytearray(8)])
     manager.register_cache(desc, tensors=bytearray(8))  # type: ignore[arg-type]
+    manager.register_cache(desc, [4096], allowed_clusters={1})
     manager.pull_blocks(BlocksCacheKey(1, 0), cache, [0], [1])
     manager.pull_cache(CacheKey(1, 2), cache)
     manager.settled(cache)

@@ -21,12 +21,14 @@ from tests.strategies import thorough
 BASE = 1 << 32
 
 
-def adopted(registry: Registry, *begins: int, nbytes: int = 100, accessible: bool = True) -> Entry:
+def adopted(
+    registry: Registry, *begins: int, nbytes: int = 100, accessible: bool = True, allowed: frozenset[int] | None = None
+) -> Entry:
     """A cache of tensors at made up addresses, which nothing here touches."""
     addresses = [BASE + begin for begin in begins]
     regions = registry.backend.adopt(addresses, tensor_nbytes=nbytes, placement=Placement.HOST)
     desc = CacheDesc(len(begins), [1, nbytes], DataType.DT_INT8)
-    return registry.add(desc, regions, blocks=False, remote_accessible=accessible)
+    return registry.add(desc, regions, blocks=False, remote_accessible=accessible, allowed=allowed)
 
 
 @pytest.fixture
@@ -188,3 +190,34 @@ def test_it_finds_what_a_plain_search_finds(
         registry.release(entry)
     hits = registry.find_addresses(np.array(asked, np.int64) + BASE, nbytes)
     assert [None if hit is None else (hit[0].cache_id, hit[1].address - BASE) for hit in hits] == expected
+
+
+# -- whom a cache is for -----------------------------------------------------------------------------------------------
+
+
+def test_a_cache_for_others_is_not_found_and_hides_no_older_one(registry: Registry) -> None:
+    def look(begin: int, peer: int | None) -> int | None:
+        (hit,) = registry.find_addresses(np.array([BASE + begin], np.int64), 10, peer=peer)
+        return None if hit is None else hit[0].cache_id
+
+    everyone = adopted(registry, 1000).cache_id
+    mine = adopted(registry, 1050, allowed=frozenset({7})).cache_id
+    theirs = adopted(registry, 1040, allowed=frozenset({8, 9})).cache_id
+    nobodys = adopted(registry, 5000, allowed=frozenset()).cache_id
+    assert [look(1060, peer) for peer in (7, 8, 9, 10)] == [mine, theirs, theirs, everyone]
+    assert [look(1130, peer) for peer in (7, 8, 10)] == [mine, theirs, None]
+    assert [look(5000, peer) for peer in (7, 8)] == [None, None]
+    assert [look(begin, None) for begin in (1060, 5000)] == [theirs, nobodys]
+
+
+def test_it_stays_so_while_the_table_grows_and_shrinks(registry: Registry) -> None:
+    crowds = [None, frozenset({7}), frozenset({8}), frozenset({7, 8})]
+    entries = [adopted(registry, 1000 * i, 1000 * i + 500, allowed=crowds[i % 4]) for i in range(3000)]
+    for i, entry in enumerate(entries):
+        if i % 3:
+            registry.release(entry)
+    points = np.array([BASE + 1000 * i + 500 for i in range(0, 3000, 3)], np.int64)
+    for peer in (7, 8, 9):
+        hits = registry.find_addresses(points, 100, peer=peer)
+        wanted = [crowds[i % 4] is None or peer in (crowds[i % 4] or ()) for i in range(0, 3000, 3)]
+        assert [hit is not None for hit in hits] == wanted

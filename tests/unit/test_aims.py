@@ -230,7 +230,7 @@ def spoilt(draw: st.DrawFn, world: World) -> Case:
 
 
 def land(world: World, case: Case) -> aims.Place:
-    place = aims.find(world.registry, case.offer, case.tail, by_key=True)
+    place = aims.find(world.registry, case.offer, case.tail, peer=2, by_key=True)
     landing = world.registry.backend.landing(place.regions, place.rows())
     for _ in copy_batches(lend_bytes(bytes(place.payload)), landing):
         pass
@@ -242,7 +242,7 @@ def check(world: World, case: Case) -> None:
     places = model(world, case)
     if places is None:
         with pytest.raises(LLMException) as caught:
-            aims.find(world.registry, case.offer, case.tail, by_key=True)
+            aims.find(world.registry, case.offer, case.tail, peer=2, by_key=True)
         assert caught.value.status_code in (PARAM_INVALID, NOT_EXIST)
         assert np.array_equal(world.memory, before)
         return
@@ -293,7 +293,7 @@ def test_the_rows_of_the_sender_are_as_many_bytes_as_land() -> None:
     fields |= {"inline": False, "src_blocks": 2, "src_tensor": 3}
     case = Case(fields, blocks=[3, 1, 7, 9])  # two for this side, two for the sender's
     offer = msgspec.structs.replace(case.offer, blocks=2)
-    place = aims.find(world.registry, offer, case.tail, by_key=True)
+    place = aims.find(world.registry, offer, case.tail, peer=2, by_key=True)
     assert place.source().tolist() == [[3, 56, 8], [3, 72, 8], [4, 56, 8], [4, 72, 8]]
     assert place.rows().tolist() == [[0, 24, 8], [0, 8, 8], [1, 24, 8], [1, 8, 8]]
 
@@ -315,10 +315,10 @@ def test_keys_are_for_peers_that_may_name_caches(key: str, named: bool) -> None:
     case = Case(fields, addresses, blocks, bytes(8))
     if named:
         with pytest.raises(LLMException, match="remote cache access is off here") as caught:
-            aims.find(world.registry, case.offer, case.tail, by_key=False)
+            aims.find(world.registry, case.offer, case.tail, peer=2, by_key=False)
         assert caught.value.status_code == PARAM_INVALID
     else:
-        assert aims.find(world.registry, case.offer, case.tail, by_key=False).nbytes == 8
+        assert aims.find(world.registry, case.offer, case.tail, peer=2, by_key=False).nbytes == 8
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_addresses_of_a_blocks_cache_take_its_own_blocks_only(block: int, at: in
     case = Case(fields, [address], [1], bytes(block))
     before = world.memory.copy()
     with pytest.raises(LLMException, match=text) as caught:
-        aims.find(world.registry, case.offer, case.tail, by_key=False)
+        aims.find(world.registry, case.offer, case.tail, peer=2, by_key=False)
     assert caught.value.status_code == PARAM_INVALID
     assert (world.memory == before).all()
 
@@ -345,7 +345,7 @@ def test_many_more_pieces_than_bytes_of_tables_are_refused_before_they_are_made(
     addresses, blocks = [base + 2 * i for i in range(200)], [0, 0] * 50_000
     fields = {"key": "address", "tensors": 200, "per_tensor": 100_000, "block_nbytes": 1, "inline": False}
     case = Case(fields, addresses, blocks)
-    place = aims.find(world.registry, case.offer, case.tail, by_key=True)
+    place = aims.find(world.registry, case.offer, case.tail, peer=2, by_key=True)
     with pytest.raises(LLMException, match="pieces") as caught:
         place.rows()
     assert caught.value.status_code == PARAM_INVALID
@@ -384,6 +384,6 @@ def test_nothing_is_written_to_memory_that_may_only_be_read(key: str) -> None:
     fields = {"key": key, "identity": entry.cache_id, "tensors": 1, "per_tensor": 64}
     case = Case(fields, [address] if key == "address" else [], payload=bytes(64))
     with pytest.raises(LLMException, match="read-only") as caught:
-        aims.find(registry, case.offer, case.tail, by_key=True)
+        aims.find(registry, case.offer, case.tail, peer=2, by_key=True)
     assert constant[:64] == bytes(64)
     assert caught.value.status_code == PARAM_INVALID

@@ -348,6 +348,21 @@ async def test_asking_whether_a_link_counts_makes_none() -> None:
         await eventually(lambda: len(made.two.links._halves) == 0)
 
 
+async def test_a_second_connection_to_another_node_than_the_first_ends_the_link() -> None:
+    """As where a balancer, or somebody, stands between; this other node would even let it in."""
+    async with ends({"fast": {}}, {"fast": {}}) as made:
+        three = LoopNode(2, kinds=tuple(made.theirs.values()))
+        async with loop_nodes(three):
+            assert made.two.target.address is not None
+            assert three.target.address is not None
+            first, addresses = made._dial, iter([made.two.target.address, three.target.address])
+            made._dial = lambda _: first(next(addresses))  # type: ignore[assignment]
+            three.links._halves = made.two.links._halves
+            with pytest.raises(LLMException, match="the second connection reached another node than the first"):
+                await made.dial()
+        await made.all_gone()
+
+
 @contextlib.asynccontextmanager
 async def silent_address() -> AsyncIterator[tuple[Address, list[asyncio.StreamWriter]]]:
     """Where somebody accepts and says nothing, and who came there."""

@@ -206,6 +206,18 @@ async def test_p8_what_is_not_completed_in_time_is_dropped_and_forgotten() -> No
         assert await made.lanes[0].channel.receive() == b""
 
 
+async def test_strangers_who_never_complete_a_link_keep_nobody_out() -> None:
+    (kind,) = kinds = scripted("shm")
+    async with acceptor(*kinds) as (made, events):
+        tokens = [(await made.open("shm")).token for _ in range(130)]
+        assert made.half == 128
+        assert kind.forgotten == tokens[:2]
+        assert len(events.named("link.rejected", text="over 128 links without their second connection")) == 2
+        await made.open("shm", lane=1, token=tokens[-1])
+        (link,) = made.node.links.all()
+        assert link.state is LinkState.READY
+
+
 async def test_a_completed_link_is_not_touched_by_the_timeout_of_its_half() -> None:
     kinds = scripted("shm")
     async with acceptor(*kinds, handshake_timeout_ms=200) as (made, _):
@@ -232,8 +244,10 @@ async def test_only_who_owns_a_half_link_can_have_it_dropped() -> None:
     async with acceptor(*kinds) as (made, _):
         peer = await made.open("shm")
         halves = made.node.links._halves
-        halves.drop(peer.token, "another process", of=b"?" * 16)
+        mine = made.dialer.context.identity
+        halves.drop(peer.token, "another process", of=Peer(mine.cluster_id, b"?" * 16, 1, peer.token))
+        halves.drop(peer.token, "another cluster", of=Peer(7, mine.incarnation, 1, peer.token))
         halves.drop(b"x" * 16, "no such token")
         assert (len(halves), kinds[0].forgotten) == (1, [])
-        halves.drop(peer.token, "its owner", of=made.dialer.context.identity.incarnation)
+        halves.drop(peer.token, "its owner", of=Peer(mine.cluster_id, mine.incarnation, 1, peer.token))
         assert (len(halves), kinds[0].forgotten) == (0, [peer.token])

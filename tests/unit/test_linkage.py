@@ -9,7 +9,7 @@ import errno
 import pytest
 
 from kvpull_async._deadline import Deadline
-from kvpull_async.linkage import LinkState, Route, broken, connect_error, first, lost_with, text
+from kvpull_async.linkage import LinkState, Route, broken, connect_error, first, lost_with, reconnect_error, text
 from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.transport.inproc import InprocTransport
@@ -60,13 +60,31 @@ def test_a_deadline_that_passed_is_a_timeout() -> None:
     assert (str(error), error.retry_safe) == ("10.0.0.1:7 did not answer in time", True)
 
 
-@pytest.mark.parametrize("cause", [ConnectionRefusedError(errno.ECONNREFUSED, "refused"), OSError("no route")])
+@pytest.mark.parametrize("cause", [ConnectionResetError(errno.ECONNRESET, "reset"), OSError("no route")])
 def test_a_broken_connection_is_a_failed_link_that_keeps_its_cause(cause: OSError) -> None:
     error = connect_error(cause, "10.0.0.1:7")
     assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
     assert str(error) == f"10.0.0.1:7: {cause}"
     assert error.__cause__ is cause
     assert error.retry_safe
+
+
+def test_what_the_loop_leaves_out_of_a_failed_connection_is_in_the_systems_words() -> None:
+    refused = ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed ('10.0.0.1', 7)")
+    assert str(connect_error(refused, "10.0.0.1:7")) == "10.0.0.1:7: Connection refused"
+
+
+def test_a_peer_that_is_silent_while_it_is_dialled_again_is_away_and_nobodys_deadline_has_passed() -> None:
+    error = reconnect_error(asyncio.TimeoutError(), "10.0.0.1:7")
+    assert not isinstance(error, TimeoutError)
+    assert (str(error), error.retry_safe) == ("10.0.0.1:7 did not answer in time", True)
+    assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
+
+
+def test_what_was_not_asked_of_a_lost_peer_may_be_asked_again_whatever_keeps_it_away() -> None:
+    refusal = LLMException("no", status_code=LLMStatusCode.LLM_ALREADY_LINK)
+    assert reconnect_error(refusal, "10.0.0.1:7") is refusal
+    assert refusal.retry_safe
 
 
 def test_addresses_for_people() -> None:

@@ -82,3 +82,8 @@ async def test_all_are_asked_at_once_and_answer_in_order() -> None:
     codes = await asyncio.wait_for(each(targets, one), 20)
     assert [code is LLMStatusCode.LLM_SUCCESS for code in codes] == [False, True, False]
     assert [str(target) for target in targets[:2]] == ["no address", "127.0.0.1:9"]
+
+
+def test_a_target_is_told_with_its_address_if_it_has_one() -> None:
+    assert Target(3, ("127.0.0.1", 9)).described == "cluster 3 at 127.0.0.1:9"
+    assert Target(3, None).described == "cluster 3"

@@ -336,15 +336,15 @@ async def test_closing_tells_who_waits_and_leaves_nothing() -> None:
         assert one.links.all() == []
 
 
-async def test_records_of_peers_are_kept_by_incarnation_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_records_of_peers_are_kept_by_process_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpull_async.links._RECORDS", 2)
     links = LoopNode(1).links
-    first = links.record(b"1")
-    second = links.record(b"2")
-    assert links.record(b"1") is first
-    links.record(b"3")  # the least recently used one goes
-    assert links.record(b"1") is first
-    assert links.record(b"2") is not second
+    first = links.record((7, b"1"))
+    second = links.record((7, b"2"))
+    assert links.record((7, b"1")) is first
+    links.record((7, b"3"))  # the least recently used one goes
+    assert links.record((7, b"1")) is first
+    assert links.record((7, b"2")) is not second
 
 
 @both_transports

@@ -55,7 +55,7 @@ class Source:
         return entry
 
     def find(self, table: bytes = NO_TABLE, **fields: Any) -> offers.Offer:
-        return offers.find(self.registry, asked(**fields), table)
+        return offers.find(self.registry, asked(**fields), table, peer=2)
 
     def read(self, offer: offers.Offer) -> bytes:
         """The bytes that the offer would send."""
@@ -188,7 +188,7 @@ def test_an_unknown_key_names_its_nearest_neighbours(source: Source) -> None:
     with pytest.raises(LLMException, match=r"\(held: req_id 8 of model 0, req_id 10 of model 0, req_id 7 of model 0\)"):
         source.find(identity=9)
     with pytest.raises(LLMException, match=r"\(held: none at all\)"):
-        offers.find(Registry(PlainMemory()), asked(), NO_TABLE)
+        offers.find(Registry(PlainMemory()), asked(), NO_TABLE, peer=2)
 
 
 def test_a_dropped_handle_is_released_before_the_key_is_looked_up() -> None:

@@ -343,6 +343,19 @@ async def test_a_transfer_that_breaks_is_the_links_trouble(streamed: Bench) -> N
     await streamed.next_one()
 
 
+async def test_a_grant_that_reaches_outside_of_the_sources_cache_is_the_sources_fault(streamed: Bench) -> None:
+    streamed.link.stuck = True
+    task = asyncio.ensure_future(streamed.pull().run())
+    await eventually(lambda: bool(streamed.link.path.transfers))
+    streamed.link.path.transfers[0].fail(ValueError("bytes 64..128 are outside"))
+    with pytest.raises(LLMException, match="the source granted what its cache does not have: bytes 64") as caught:
+        await task
+    assert (caught.value.status_code, caught.value.retry_safe) == (LLMStatusCode.LLM_FAILED, False)
+    streamed.quiet()
+    await streamed.canary()
+    await streamed.next_one()
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

@@ -165,8 +165,8 @@ async def test_a_done_may_come_on_a_later_connection_of_the_same_peer() -> None:
     scene.serving.abort()
     other = Scene()
     later = Serving(
-        cast("Lane", other.lane), other.path, registry=scene.registry, record=scene.record, workers=other.workers,
-        log=Log(), counters=other.counters, inline_limit=0, lease_margin=1.0, settle_timeout=5.0,
+        cast("Lane", other.lane), other.path, peer=2, registry=scene.registry, record=scene.record,
+        workers=other.workers, log=Log(), counters=other.counters, inline_limit=0, lease_margin=1.0, settle_timeout=5.0,
         pushes_by_key=True, peer_left=lambda: None,
     )  # fmt: skip
     later.receive(frames.Done(grant.grant_id, "p"), b"")

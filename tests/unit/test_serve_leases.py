@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 
 from kvpull_async.protocol import frames
+from kvpull_async.status import LLMStatusCode
 from tests.loop_nodes import eventually
 from tests.serving import Scene
 
@@ -72,3 +73,22 @@ async def test_p2_a_grant_whose_lease_is_over_is_not_valid() -> None:
     await eventually(lambda: not scene.entry.busy)
     assert not checked(scene, grant)
     assert scene.held
+
+
+async def test_a_puller_that_ends_no_grant_is_refused_more_of_them() -> None:
+    """Each would be kept until its lease is over, which may be long."""
+    scene = Scene(one_sided=True)
+    for number in range(1, 1026):
+        scene.ask(number, offset_pull=True)
+        await eventually(lambda: scene.lane.ended[-1:] == [number])  # noqa: B023  (waited for at once)
+    grants, (refusal,) = scene.of(frames.Grant), scene.of(frames.Refuse)
+    assert len(grants) == 1024
+    assert (refusal.request_id, refusal.status) == (1025, int(LLMStatusCode.LLM_LINK_BUSY))
+    assert "1024 grants of this link are not over yet" in refusal.reason
+    assert len(scene.path.released) == 1
+    scene.serving.receive(frames.Done(grants[0].grant_id, "p"), b"")
+    scene.ask(1026)
+    await scene.heard(frames.Grant, 1025)
+    scene.path.transfers[0].settled.set_result(None)
+    scene.serving.abort()
+    await eventually(lambda: not scene.entry.busy)

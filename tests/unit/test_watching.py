@@ -10,7 +10,7 @@ import pytest
 from kvpull_async.protocol import frames
 from kvpull_async.values import INVALID_ID, BlocksCacheKey, CacheKey
 from tests.loop_nodes import eventually
-from tests.serving import Scene
+from tests.serving import PEER, Scene
 from tests.unit.test_receiving import allocated
 from tests.wire import SAMPLES
 
@@ -139,3 +139,14 @@ async def test_a_watch_is_in_nobodys_way() -> None:
     scene.path.transfers[0].finish()
     await eventually(lambda: not scene.entry.busy)
     assert appeared(scene) == []
+
+
+async def test_a_peer_is_not_told_of_what_is_for_others() -> None:
+    scene = Scene()
+    scene.entry.allowed = frozenset({PEER + 1})
+    watch(scene, 1, identity=7)
+    watch(scene, 2, key="cache", identity=scene.entry.cache_id)
+    assert appeared(scene) == []
+    scene.registry.remove_key(CacheKey(1, 7))
+    publish(scene, CacheKey(1, 7))
+    assert appeared(scene) == [1]

@@ -6,13 +6,14 @@ Every ``parse`` raises ValueError or TypeError; ``read`` turns that into LLM_PAR
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from kvpull_async import sums
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.values._check import index, instance, integer, uint64
+from kvpull_async.values._check import UINT64_MAX, index, instance, integer, type_error, uint64
 
 T = TypeVar("T")
 INT32_MAX = 2**31 - 1
@@ -140,6 +141,46 @@ def secret_or_none(name: str, value: object) -> str:
     return read(secret, name, text) if text else text
 
 
+def secrets_by_cluster(name: str, text: str) -> tuple[tuple[int, bytes], ...]:
+    """A JSON object of cluster ids and secrets, such as ``{"2": "...", "3": "..."}``."""
+    table = from_json(name, text)
+    if not isinstance(table, dict) or not all(is_decimal(key) for key in table):
+        raise ValueError(f"{name} must be a JSON object of cluster ids and their secrets")
+    return tuple(
+        (uint64(f"{name}: a cluster id", int(key)), secret(f"{name}: {key}", string(f"{name}: {key}", value)).encode())
+        for key, value in table.items()
+    )
+
+
+def secrets_text(name: str, value: object) -> str:
+    """*value*, a dict of cluster id to secret or its JSON text; "" is none. As text."""
+    text = json.dumps(value) if isinstance(value, dict) else string(name, value)
+    if text:
+        read(secrets_by_cluster, name, text)
+    return text
+
+
+def clusters(name: str, text: str) -> frozenset[int] | None:
+    """Cluster ids joined by semicolons; None for no text, which is every cluster."""
+    parts = text.split(";") if text else []
+    return frozenset(uint64(name, number(name, part, high=UINT64_MAX)) for part in parts) or None
+
+
+def clusters_text(name: str, value: object) -> str:
+    """*value*, an iterable of cluster ids or these joined by semicolons, as text; "" for every cluster. ValueError for
+    an iterable without any: that would let nobody in.
+    """
+    if not isinstance(value, str):
+        if isinstance(value, bytes) or not isinstance(value, Iterable):
+            raise type_error(name, value, "an iterable of cluster ids, or these joined by semicolons")
+        ids = sorted({uint64(f"{name}[{i}]", item) for i, item in enumerate(value)})
+        if not ids:
+            raise ValueError(f'{name} must not be empty; leave it unset, or "", for every cluster')
+        return ";".join(map(str, ids))
+    read(clusters, name, value)
+    return value
+
+
 def rank_hosts(name: str, value: object) -> str:
     """*value*, pairs such as ``10.1.1.1=192.168.0.4`` joined by commas; see ``host_pairs``."""
     text = string(name, value)
@@ -166,6 +207,11 @@ def is_ipv4(text: object) -> bool:
 
 OWN = {
     "link_secret": Kind(secret_or_none, lambda text: text or None, secret),
+    "link_secrets": Kind(secrets_text, lambda text: text or None, secrets_by_cluster),
+    "allowed_clusters": Kind(clusters_text, lambda text: text or None, clusters),
+    "tls_certificate": Kind(string, lambda text: text or None, string),
+    "tls_key": Kind(string, lambda text: text or None, string),
+    "tls_authority": Kind(string, lambda text: text or None, string),
     "allow_insecure_network": Kind(boolean, lambda value: str(int(value)), flag),
     "link_busy_policy": _one_of("queue", "raise"),
     "queue_limit": _numbers(low=1),
@@ -182,6 +228,7 @@ OWN = {
     "rank_link_timeout": _numbers(low=1),
     "device_backend": _one_of("auto", "acl"),
     "allow_process_vm_read": _one_of("auto", "on", "off"),
+    "verify": _one_of(*sums.NAMES),
 }
 """The project's own options by the name of their LLMConfig property."""
 

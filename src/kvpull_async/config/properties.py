@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -235,6 +235,33 @@ class LLMConfig:
         "KVPULL_LINK_SECRET_FILE names.",
         default="",
     )
+    link_secrets: _Option[str] = _own(
+        "link_secrets",
+        'Secrets that belong to one peer each, by cluster id: a dict, or its JSON text (`{"2": "..."}`). Both ends of '
+        "such a link need the same, each under the other's id. Peers that are not named need "
+        "`link_secret`, or cannot link.\n\nFrom the environment also as the content of the file that "
+        "KVPULL_LINK_SECRETS_FILE names.",
+        default="",
+    )
+    allowed_clusters: _Option[str | Iterable[int]] = _own(
+        "allowed_clusters",
+        'Ids of the clusters that may link with this node: an iterable, or joined by semicolons ("1;2;7"). Others are '
+        "refused when they greet; whom this node itself links with is its own choice. The ids are what the peers say, "
+        "unless each has a secret of its own (`link_secrets`) or a certificate.",
+        default="",
+    )
+    tls_certificate: _Option[str] = _own(
+        "tls_certificate",
+        "Path of a PEM file: this node's certificate, and those between it and the authority. With it links over TCP "
+        "are encrypted (TLS 1.3), and both sides must show a certificate. It names what it may speak for as a URI "
+        "among its alternative names: `kvpull:cluster:7`, several of these, or `kvpull:cluster:*`.",
+    )
+    tls_key: _Option[str] = _own(
+        "tls_key", "Path of the PEM file of its private key, unencrypted; the certificate's own file unless set."
+    )
+    tls_authority: _Option[str] = _own(
+        "tls_authority", "Path of a PEM file: the authorities that must have signed the peers' certificates."
+    )
     allow_insecure_network: _Option[bool] = _own(
         "allow_insecure_network", "Whether to listen beyond this machine without authentication."
     )
@@ -282,6 +309,12 @@ class LLMConfig:
         "Whether processes of one user and host read each other's registered memory through the kernel: "
         '"auto" where it lets them, "off" never (such memory is streamed), "on" also asks it for an exception where '
         "it is strict (Yama).",
+    )
+    verify: _Option[str] = _own(
+        "verify",
+        'The sum by which both sides make sure that the bytes which landed are those of the source: "none", "crc32" '
+        'or "xxh3", which is faster and needs the package xxhash on both (`pip install kvpull[verify]`). A call may '
+        "say another with `verify=`.",
     )
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvpull_async import sums
 from kvpull_async.config import kinds
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import LLMRole, int_to_ip, ip_to_int
@@ -41,10 +42,13 @@ CLUSTER_INFO = "llm.ClusterInfo"
 OUTPUT_SIZE = "llm.OutputMaxSize"
 _GRAPH_MEMORY = "ge.flowGraphMemMaxSize"
 _FILE_VARIABLE = f"{kinds.own_variable('link_secret')}_FILE"
+_TABLE_FILE_VARIABLE = f"{kinds.own_variable('link_secrets')}_FILE"
 SAFEGUARDS = (
     f"a shared secret (option {kinds.own_key('link_secret')}, environment {kinds.own_variable('link_secret')} or "
-    f"{_FILE_VARIABLE}); TLS (not in this version); or the explicit opt-out (option "
-    f"{kinds.own_key('allow_insecure_network')}, environment {kinds.own_variable('allow_insecure_network')}=1)"
+    f"{_FILE_VARIABLE}); TLS (options {kinds.own_key('tls_certificate')} and {kinds.own_key('tls_authority')}, "
+    f"environment {kinds.own_variable('tls_certificate')} and {kinds.own_variable('tls_authority')}); or the explicit "
+    f"opt-out (option {kinds.own_key('allow_insecure_network')}, environment "
+    f"{kinds.own_variable('allow_insecure_network')}=1)"
 )
 
 _READ = frozenset(
@@ -70,7 +74,12 @@ _KNOWN = {name.lower(): name for name in _READ | _IGNORED}
 _PREFIX = kinds.own_variable("")
 _VARIABLES = {
     name.removeprefix(_PREFIX): name
-    for name in (*map(kinds.own_variable, kinds.OWN), _FILE_VARIABLE, kinds.own_variable("no_extension"))
+    for name in (
+        *map(kinds.own_variable, kinds.OWN),
+        _FILE_VARIABLE,
+        _TABLE_FILE_VARIABLE,
+        kinds.own_variable("no_extension"),
+    )
 }
 _BACKENDS = ("hixl", "auto", "inproc", "shm", "tcp")
 _LATER_BACKENDS = ("nixl", "mooncake")
@@ -101,6 +110,11 @@ class Settings:
     link_total_time_s: int = 0
     transfer_backend: str = "auto"
     link_secret: bytes | None = field(default=None, repr=False)
+    link_secrets: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
+    allowed_clusters: frozenset[int] | None = None
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_authority: str = ""
     allow_insecure_network: bool = False
     link_busy_policy: str = "queue"
     queue_limit: int = 1024
@@ -119,11 +133,13 @@ class Settings:
     rank_link_timeout_ms: int = 120_000
     device_backend: str = "auto"
     allow_process_vm_read: str = "auto"
+    verify: str = sums.NONE
     ignored_options: tuple[str, ...] = ()
     unknown_options: tuple[tuple[str, str | None], ...] = ()
     unknown_variables: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        _check_tls(self)
         _check_exposure(self)
         require(
             self.heartbeat_timeout_ms > self.heartbeat_interval_ms,
@@ -162,13 +178,25 @@ class Settings:
         return self.link_total_time_s * 1000 or self.rank_link_timeout_ms
 
     @property
+    def sum_name(self) -> str:
+        """What pulls and pushes verify their bytes with unless told otherwise, "" for nothing."""
+        return "" if self.verify == sums.NONE else self.verify
+
+    @property
     def weak_secret(self) -> bool:
         """Whether there is a secret that is so short that it could be tried out."""
-        return self.link_secret is not None and len(self.link_secret) < WEAK_BELOW
+        secrets = (self.link_secret, *dict(self.link_secrets).values())
+        return any(secret is not None and len(secret) < WEAK_BELOW for secret in secrets)
+
+    @property
+    def tls(self) -> bool:
+        """Whether links over a network are encrypted, and both sides show certificates."""
+        return bool(self.tls_certificate)
 
     def may_listen_on(self, host: str) -> bool:
         """Whether peers there are on this machine, or authenticated, or trusted by explicit wish."""
-        return host.startswith("127.") or bool(self.link_secret) or self.allow_insecure_network
+        authenticated = bool(self.link_secret) or bool(self.link_secrets) or self.tls
+        return host.startswith("127.") or authenticated or self.allow_insecure_network
 
     def with_listen(self, text: str | None) -> Settings:
         """These settings listening on *text* (``ip:port``), or not at all; errors as for ``from_options``."""
@@ -188,6 +216,12 @@ def parse_listen(text: str) -> tuple[str, int]:
     except RuntimeError as error:
         raise LLMException(f"{LISTEN}: {error}", status_code=LLMStatusCode.LLM_PARAM_INVALID) from error
     return address, kinds.number(f"{LISTEN}: port", port, high=65535)
+
+
+def _check_tls(settings: Settings) -> None:
+    given = [settings.tls_certificate, settings.tls_authority]
+    keys = " and ".join(map(kinds.own_key, ("tls_certificate", "tls_authority")))
+    require(all(given) or not any((*given, settings.tls_key)), f"TLS needs both {keys}")
 
 
 def _check_exposure(settings: Settings) -> None:
@@ -292,7 +326,11 @@ def _own(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]
             values[own_field(name)] = kinds.read(kind.parse, key, given[key])
         elif environ.get(variable):
             values[own_field(name)] = kinds.read(kind.parse, variable, environ[variable])
-    secret = values["link_secret"].encode() if "link_secret" in values else _secret_from_file(environ)
+    secret = values["link_secret"].encode() if "link_secret" in values else _from_file(environ, _FILE_VARIABLE)
+    if "link_secrets" not in values and (table := _from_file(environ, _TABLE_FILE_VARIABLE)) is not None:
+        text = table.decode(errors="replace")
+        values["link_secrets"] = kinds.read(kinds.secrets_by_cluster, _TABLE_FILE_VARIABLE, text)
+    sums.need(values.get("verify", sums.NONE), where="this side")
     here = values.get("device_backend") != "acl"
     require(here, "device_backend acl is not in this version", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
     return {**values, "link_secret": secret}
@@ -303,13 +341,14 @@ def own_field(name: str) -> str:
     return name if name in {item.name for item in fields(Settings)} else f"{name}_ms"
 
 
-def _secret_from_file(environ: Mapping[str, str]) -> bytes | None:
-    path = environ.get(_FILE_VARIABLE)
+def _from_file(environ: Mapping[str, str], variable: str) -> bytes | None:
+    """What stands in the file that a variable names, without the line ends behind it."""
+    path = environ.get(variable)
     if not path:
         return None
     try:
         secret = Path(path).read_bytes().rstrip(b"\r\n")
     except OSError as error:
-        raise LLMException(f"{_FILE_VARIABLE}: {error}", status_code=LLMStatusCode.LLM_PARAM_INVALID) from error
-    require(bool(secret.strip()), f"{_FILE_VARIABLE}: {path} is empty, or has white space alone")
+        raise LLMException(f"{variable}: {error}", status_code=LLMStatusCode.LLM_PARAM_INVALID) from error
+    require(bool(secret.strip()), f"{variable}: {path} is empty, or has white space alone")
     return secret

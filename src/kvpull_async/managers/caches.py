@@ -17,13 +17,14 @@ from kvpull_async.registry import Entry, key_id
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.values import BlocksCacheKey, Cache, CacheDesc, CacheKey, KvCache, LLMRole, Placement
 from kvpull_async.values import foreign as foreign_memory
-from kvpull_async.values._check import INVALID_ID, instance, integers, require
+from kvpull_async.values._check import INVALID_ID, instance, integers, require, type_error, uint64
 
 __all__ = [
     "UNMANAGED",
     "allocate",
     "carry_out",
     "check_prompt_keys",
+    "checked_clusters",
     "checked_keys",
     "copy",
     "foreign",
@@ -74,6 +75,15 @@ def check_layout(desc: CacheDesc) -> None:
     require(desc.size * desc.num_tensors < 2**63, "cache_desc describes more than 2**63 bytes")
 
 
+def checked_clusters(clusters: object) -> frozenset[int] | None:
+    """Whom a cache is for; None for all. An empty list is nobody."""
+    if clusters is None:
+        return None
+    if isinstance(clusters, (str, bytes)) or not isinstance(clusters, Iterable):
+        raise type_error("allowed_clusters", clusters, "an iterable of cluster ids, or None")
+    return frozenset(uint64(f"allowed_clusters[{i}]", cluster) for i, cluster in enumerate(clusters))
+
+
 def check_prompt_keys(node: Node, dialect: Dialect, keys: Sequence[object]) -> None:
     if dialect.prompt_keys_only and keys:
         require(node.role is LLMRole.PROMPT, f"cache keys are for role PROMPT, this node is {node.role.name}")
@@ -87,6 +97,7 @@ async def allocate(
     keys: Sequence[CacheKey] = (),
     blocks_key: BlocksCacheKey | None = None,
     blocks: bool = False,
+    allowed: frozenset[int] | None = None,
 ) -> Entry:
     """Memory from the backend, on a worker since it takes time; the keys are checked before and after."""
     registry = node.registry
@@ -105,7 +116,7 @@ async def allocate(
     except LLMException:
         registry.backend.free(allocation)
         raise
-    entry = registry.add(desc, allocation.regions, blocks=blocks, allocation=allocation)
+    entry = registry.add(desc, allocation.regions, blocks=blocks, allocation=allocation, allowed=allowed)
     registry.bind(entry, keys)
     if blocks_key is not None:
         registry.bind_blocks(entry, blocks_key)
@@ -133,7 +144,10 @@ async def _in_worker(
     node: Node, make: Callable[[], Allocation], undo: Callable[[Allocation], None], dialect: Dialect
 ) -> Allocation:
     """Run `make` on a worker. When the caller is cancelled meanwhile, what it makes is given back."""
-    job = asyncio.get_running_loop().run_in_executor(node.workers, make)
+    try:
+        job = asyncio.get_running_loop().run_in_executor(node.workers, make)
+    except RuntimeError as error:  # no thread to be had
+        raise LLMException(f"there is no memory: {error}", status_code=dialect.out_of_memory_status) from error
     try:
         return await asyncio.shield(job)
     except asyncio.CancelledError:
@@ -164,6 +178,7 @@ def register(
     blocks_key: BlocksCacheKey | None = None,
     blocks: bool = False,
     remote_accessible: object = None,
+    allowed: frozenset[int] | None = None,
 ) -> Entry:
     """Memory of the caller, by address. It is not touched, and stays the caller's until `unregister_cache` returned."""
     checked = checked_addresses(desc, addrs)
@@ -176,7 +191,7 @@ def register(
     require(len(keys) <= desc.entries, f"cache_keys: {len(keys)} keys for {desc.entries} batch entries")
     registry = node.registry
     regions = registry.backend.adopt(checked, tensor_nbytes=desc.size, placement=desc.placement, owners=owners)
-    entry = registry.add(desc, regions, blocks=blocks, remote_accessible=accessible)
+    entry = registry.add(desc, regions, blocks=blocks, remote_accessible=accessible, allowed=allowed)
     registry.bind(entry, keys)
     if blocks_key is not None:
         registry.bind_blocks(entry, blocks_key)
@@ -184,13 +199,13 @@ def register(
     return entry
 
 
-def publish(node: Node, dialect: Dialect, entry: Entry, keys: Sequence[CacheKey]) -> None:
-    """Bind the i-th key to batch entry i, now that its bytes are there."""
+def publish(node: Node, dialect: Dialect, entry: Entry, keys: Sequence[CacheKey], *, lease: int | None) -> None:
+    """Bind the i-th key to batch entry i, now that its bytes are there, each for `lease` ms, if that is given."""
     require(not entry.blocks, f"cache {entry.cache_id} is a blocks cache, whose key is given when it is made")
     node.registry.check_keys(entry.desc, keys, bound_status=dialect.key_bound_status)
-    taken = [i for i, key in enumerate(keys) if not key.is_padding and i in entry.bindings]
+    taken = [i for i, key in enumerate(keys) if not key.is_padding and node.registry.bound(entry, i) is not None]
     require(not taken, f"cache_keys: batch entries {taken} of cache {entry.cache_id} have a key already")
-    node.registry.bind(entry, keys)
+    node.registry.bind(entry, keys, lease=None if lease is None else lease / 1000)
     node.log.debug("cache.published", cache_id=entry.cache_id, keys=len(keys))
 
 
@@ -281,7 +296,10 @@ async def carry_out(node: Node, src: Entry, dst: Entry, copying: Callable[[], It
         if entry.cache_id != UNMANAGED:
             local(node, entry.cache_id)  # released while this waited?
         entry.reach(writing=entry is dst)
-    job = Job(node.workers, copying())
+    try:
+        job = Job(node.workers, copying())
+    except RuntimeError as error:  # no thread to be had
+        raise LLMException(f"nothing can be copied: {error}", status_code=LLMStatusCode.LLM_OUT_OF_MEMORY) from error
     released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     pins = [entry.pin(partial(resolve, released)) for entry in (src, dst)]
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpull_async import plan
+from kvpull_async import plan, sums
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, KvCache, LLMRole
 from kvpull_async.values._check import INVALID_ID, instance, int64, integers, require, uint32
@@ -23,7 +23,7 @@ from kvpull_async.values._check import INVALID_ID, instance, int64, integers, re
 __all__ = ["PULL_NAMES", "PullDraft", "known_names", "plain"]
 
 _RANGES: Final = ("src_layer_range", "dst_layer_range", "tensor_num_per_layer")
-_CALL: Final = ("wait_for_key", "strict_layout", "timeout", "traceparent")
+_CALL: Final = ("wait_for_key", "strict_layout", "verify", "timeout", "traceparent")
 PULL_NAMES: Final = (*_RANGES, "src_cache_offset", "dst_cache_offset", *_CALL)
 BLOCKS_NAMES: Final = (*_RANGES, *_CALL)
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -44,6 +44,8 @@ class PullDraft:
     decoder_only: bool
     remote_access: bool
     default_timeout_ms: int
+    verify: str = ""
+    """The sum that both sides make of the bytes, "" for none; that of the node, unless the call says another."""
     began: float = field(default_factory=time.monotonic)
     src_blocks: NDArray[np.int64] = field(default_factory=lambda: _NO_BLOCKS)
     dst_blocks: NDArray[np.int64] = field(default_factory=lambda: _NO_BLOCKS)
@@ -157,11 +159,12 @@ def layer_ranges(draft: PullDraft) -> None:
 
 
 def call_options(draft: PullDraft) -> None:
-    """Ours: whether to wait for the key, whether layouts must agree, `timeout` (ms) instead of `sync_kv_timeout`, and
-    the W3C trace parent.
+    """Ours: whether to wait for the key, whether layouts must agree, the sum that verifies the bytes, `timeout` (ms)
+    instead of `sync_kv_timeout`, and the W3C trace parent.
     """
     draft.wait_for_key = instance("wait_for_key", draft.options.get("wait_for_key", False), bool)
     draft.strict_layout = instance("strict_layout", draft.options.get("strict_layout", False), bool)
+    draft.verify = sum_name(draft.options.get("verify"), draft.verify)
     draft.timeout_ms, draft.traceparent = call_times(draft.options, draft.default_timeout_ms)
 
 
@@ -173,6 +176,18 @@ def call_times(options: Mapping[str, Any], default_ms: int) -> tuple[float, str]
     elif not _TRACEPARENT.fullmatch(instance("traceparent", parent, str)):
         raise ValueError(f"traceparent must look like 00-<32 hex>-<16 hex>-<2 hex>, got {parent!r}")
     return default_ms if timeout is None else timeout_ms("timeout", timeout), parent
+
+
+def sum_name(value: object, default: str) -> str:
+    """The sum that a call asks for, "" for none; `default` if it says nothing. LLM_FEATURE_NOT_ENABLED where it cannot
+    be made.
+    """
+    if value is None or (value == sums.NONE and isinstance(value, str)):
+        return default if value is None else ""
+    if instance("verify", value, str) not in sums.NAMES:
+        raise ValueError(f"verify must be one of {', '.join(sums.NAMES)}, got {value!r}")
+    sums.need(str(value), where="this side")
+    return str(value)
 
 
 def timeout_ms(name: str, value: object) -> float:

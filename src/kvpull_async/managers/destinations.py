@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from kvpull_async import offers, plan
 from kvpull_async._deadline import Deadline
+from kvpull_async.managers import peers
 from kvpull_async.managers.checks import PullDraft, invalid
 from kvpull_async.managers.landed import Landed
 from kvpull_async.managers.node import Node
 from kvpull_async.memory.base import FEW_TENSORS, Batches, Span, planned, watched
 from kvpull_async.observe import Report, key_text
 from kvpull_async.protocol import frames
-from kvpull_async.pull import Wanted
+from kvpull_async.pull import Verifying, Wanted
 from kvpull_async.registry import Entry, describe
 from kvpull_async.standing import Offered
 from kvpull_async.status import LLMException, LLMStatusCode
@@ -74,9 +75,9 @@ class _Destination:
             raise invalid(f"tensor_num_per_layer {per_layer} does not divide the destination's {held} tensors")
 
     def watch(self, landed: Landed) -> None:
-        """Let `landed` hear of layers as they land."""
+        """Let `landed` hear of layers as they land, or all at once where they are verified first."""
         self._whole_layers()
-        self._layers, self._landed = landed, landed.bytes_landed
+        self._layers, self._landed = landed, None if self.given.verify else landed.bytes_landed
 
     def watch_for(self) -> tuple[Callable[[int], frames.Watch], str]:
         """What is missing at the source: to ask for it, and in words."""
@@ -108,6 +109,7 @@ class _Destination:
             inline_limit=self._inline_limit,
             layout=self._layout() if given.strict_layout else None,
             waits=given.wait_for_key,
+            verify=given.verify,
         )
 
     def _layout(self) -> tuple[int, list[int]]:
@@ -132,7 +134,16 @@ class _Destination:
             deadline=deadline,
             report=report,
             pieces=self.pieces,
+            verifying=Verifying(given.verify, self._lend, self._differs) if (given := self.given).verify else None,
         )
+
+    def _lend(self, grant: frames.Grant) -> Batches:
+        backend, span = self._node.registry.backend, self.span(grant)
+        return planned(span.rows, lambda rows: backend.lending(span.regions, rows))
+
+    def _differs(self, source: bytes, here: bytes) -> LLMException:
+        """The source's sum of the bytes is another one."""
+        return peers.differs(self._node, self._report, self.given.verify, source=source, destination=here)
 
     def pieces(self) -> list[memoryview] | None:
         """Where exactly the bytes of one tensor after the other land, if that can be said at once."""
@@ -163,6 +174,7 @@ class _Destination:
     def _open_cache(self) -> int | None:
         given = self.given
         asks = self.entry.blocks or bool(given.traceparent) or given.strict_layout  # reports have no place for these
+        asks = asks or bool(given.verify)  # the sum comes from the source
         return given.key.cache_id if given.remote_access and not asks else None
 
     def known(self, offered: Offered) -> frames.Grant | None:
@@ -233,7 +245,7 @@ class IntoEntry(_Destination):
 
     def pieces(self) -> list[memoryview] | None:
         given, entry, backend = self.given, self.entry, self._node.registry.backend
-        if not backend.direct or len(self.tensors) > FEW_TENSORS or self._landed is not None:
+        if not backend.direct or len(self.tensors) > FEW_TENSORS or self._layers is not None:
             return None
         start = given.batch_index * entry.entry_nbytes + given.dst_offset
         return backend.slices(entry.regions, self.tensors, start=start, nbytes=self.per_tensor)

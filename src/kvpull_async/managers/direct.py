@@ -14,6 +14,7 @@ from kvpull_async.link import Link
 from kvpull_async.managers.node import Node
 from kvpull_async.standing import Offered
 from kvpull_async.status import LLMException
+from kvpull_async.sums import NONE
 from kvpull_async.values import Cache, CacheKeyByIdAndIndex
 
 __all__ = ["pull_now"]
@@ -36,7 +37,7 @@ def pull_now(node: Node, key: Any, cache: Any, batch_index: Any, size: Any, opti
     entry, link = node.registry.local(cache.cache_id), node.find_link(key.cluster_id)
     if entry is None or link is None or cache._binding is not entry or entry.blocks or not entry.remote_accessible:
         return 0
-    if not entry.writable:
+    if not entry.writable or node.settings.verify != NONE:
         return 0
     offered = link.standing.find(key.cache_id)
     if offered is None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from kvpull_async._deadline import NEVER, Deadline
-from kvpull_async.managers import blocks, caches, checks, direct, pulls, pushes, transfers
+from kvpull_async.managers import blocks, caches, checks, direct, leases, pulls, pushes, transfers
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.landed import Landed
 from kvpull_async.managers.node import Node
@@ -141,19 +141,25 @@ class Manager:
 
     # -- making and releasing ---------------------------------------------------------------------------------------
 
-    def allocate_cache(self, cache_desc: object, cache_keys: object) -> Operation[Any]:
+    def allocate_cache(self, cache_desc: object, cache_keys: object, allowed_clusters: object = None) -> Operation[Any]:
         desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
         keys = caches.checked_keys(cache_keys)
         if self._dialect.last_key_counts:
             keys = caches.last_places(keys)
         caches.check_prompt_keys(self._node, self._dialect, keys)
-        return self._made("allocate_cache", lambda: caches.allocate(self._node, self._dialect, desc, keys=keys))
+        allowed = caches.checked_clusters(allowed_clusters)
+        make = partial(caches.allocate, self._node, self._dialect, desc, keys=keys, allowed=allowed)
+        return self._made("allocate_cache", make)
 
-    def allocate_blocks_cache(self, cache_desc: object, blocks_cache_key: object) -> Operation[Any]:
+    def allocate_blocks_cache(
+        self, cache_desc: object, blocks_cache_key: object, allowed_clusters: object = None
+    ) -> Operation[Any]:
         desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
         key = _optional_blocks_key(blocks_cache_key)
         caches.check_prompt_keys(self._node, self._dialect, [key] if key is not None else [])
-        make = partial(caches.allocate, self._node, self._dialect, desc, blocks_key=key, blocks=True)
+        allowed = caches.checked_clusters(allowed_clusters)
+        allocate = partial(caches.allocate, self._node, self._dialect, desc, blocks_key=key, blocks=True)
+        make = partial(allocate, allowed=allowed)
         return self._made("allocate_blocks_cache", make)
 
     def register_cache(
@@ -163,11 +169,13 @@ class Manager:
         cache_keys: object,
         remote_accessible: object,
         tensors: object = None,
+        allowed_clusters: object = None,
     ) -> Operation[Any]:
         desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
         addresses, owners = caches.given_memory(desc, addrs, tensors)
         keys = caches.checked_keys(cache_keys)
-        options = {"keys": keys, "remote_accessible": remote_accessible, "owners": owners}
+        allowed = caches.checked_clusters(allowed_clusters)
+        options = {"keys": keys, "remote_accessible": remote_accessible, "owners": owners, "allowed": allowed}
         return self._registered("register_cache", desc, addresses, **options)
 
     def register_blocks_cache(
@@ -177,11 +185,14 @@ class Manager:
         blocks_cache_key: object,
         remote_accessible: object,
         tensors: object = None,
+        allowed_clusters: object = None,
     ) -> Operation[Any]:
         desc = copy.copy(instance("cache_desc", cache_desc, CacheDesc))
         addresses, owners = caches.given_memory(desc, addrs, tensors)
         key = _optional_blocks_key(blocks_cache_key)
+        allowed = caches.checked_clusters(allowed_clusters)
         options = {"blocks_key": key, "blocks": True, "remote_accessible": remote_accessible, "owners": owners}
+        options["allowed"] = allowed
         return self._registered("register_blocks_cache", desc, addresses, **options)
 
     def _registered(self, name: str, desc: CacheDesc, addresses: list[Any], **options: Any) -> Operation[Any]:
@@ -230,14 +241,15 @@ class Manager:
 
         return Operation("unregister_cache", run)
 
-    def publish_cache(self, cache: object, cache_keys: object) -> Operation[None]:
+    def publish_cache(self, cache: object, cache_keys: object, lease: object = None) -> Operation[None]:
         handle: Any = instance("cache", cache, Cache, KvCache)
         keys = caches.checked_keys(cache_keys)
         caches.check_prompt_keys(self._node, self._dialect, keys)
         require(bool(keys), "cache_keys must not be empty")
+        until = None if lease is None else leases.lease_ms(lease)
 
         async def run() -> None:
-            caches.publish(self._node, self._dialect, caches.held(self._node, handle), keys)
+            caches.publish(self._node, self._dialect, caches.held(self._node, handle), keys, lease=until)
 
         return Operation("publish_cache", run)
 
@@ -252,6 +264,16 @@ class Manager:
             self._node.registry.remove_key(key)
 
         return Operation("remove_cache_key", run)
+
+    def renew_key(self, cache_key: object, lease: object, timeout: object) -> Operation[None]:
+        return self._lease("renew_key", cache_key, leases.lease_ms(lease), timeout)
+
+    def release_key(self, cache_key: object, timeout: object) -> Operation[None]:
+        return self._lease("release_key", cache_key, 0, timeout)
+
+    def _lease(self, name: str, cache_key: object, lease: int, timeout: object) -> Operation[None]:
+        given = leases.asked(self._node, name, cache_key, lease, timeout)
+        return Operation(name, partial(leases.run, self._node, self._dialect, given))
 
     # -- copies and views -------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 
-__all__ = ["described", "link_to", "published"]
+__all__ = ["described", "differs", "link_to", "missing", "published", "unreachable"]
 
 
 def link_to(node: Node, cluster_id: int) -> Link:
@@ -54,6 +54,34 @@ async def _appeared(link: Link, watch: Callable[[int], frames.Watch], deadline: 
             raise
         return False
     return True
+
+
+def differs(node: Node, report: Report, name: str, *, source: bytes, destination: bytes) -> LLMException:
+    """The exception for bytes that are not those of the source, which is counted and told; an empty sum of the source
+    is one that it could not make.
+    """
+    if not source:
+        reason = f"the source made no {name} sum of its bytes: its cache was taken away meanwhile, or cannot be read"
+        return LLMException(reason, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, retry_safe=True)
+    here, there = source.hex(), destination.hex() or "none"
+    node.counters.add("verify_failed")
+    node.log.warning(
+        "verify.failed", operation=report.operation, pull_id=report.pull_id, cluster_id=report.cluster_id,
+        peer=report.peer, path=report.path, sum=name, source=here, destination=there,
+    )  # fmt: skip
+    where = f"the destination at {report.peer}" if report.push else f"the destination, pulled from {report.peer},"
+    reason = f"{where} holds wrong bytes: their {name} is {there}, that of the source {here}"
+    return LLMException(reason, status_code=LLMStatusCode.LLM_FAILED, retry_safe=True)
+
+
+def unreachable(error: LLMException) -> bool:
+    """Whether the way to the peer failed, or there is none."""
+    return error.status_code in (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK)
+
+
+def missing(error: LLMException) -> bool:
+    """Whether what the call was about was not there, or no longer."""
+    return bool(error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 
 
 def described(error: LLMException, dialect: Dialect, report: Report) -> LLMException:

@@ -53,6 +53,7 @@ def draft(node: Node, dialect: Dialect, key: object, cache: object, options: dic
         decoder_only=dialect.decoder_pulls_only,
         remote_access=dialect.knows_remote_access and node.settings.remote_cache_access,
         default_timeout_ms=node.settings.sync_kv_timeout_ms,
+        verify=node.settings.sum_name,
     )
 
 
@@ -136,13 +137,24 @@ async def run(node: Node, dialect: Dialect, prepared: Prepared) -> None:
         node.counters.add("pulls_cancelled")
         raise
     except LLMException as error:
-        node.counters.add("pulls_timed_out" if isinstance(error, LLMTimeoutError) else "pulls_failed")
+        _count(node, error)
         raise peers.described(error, dialect, report) from error.__cause__
     finally:
         if prepared.landed is not None:
             report.ended = time.monotonic()
     node.counters.add("pulls_finished")
     node.counters.add("bytes_pulled", report.bytes)
+
+
+def _count(node: Node, error: LLMException) -> None:
+    if isinstance(error, LLMTimeoutError):
+        node.counters.add("pulls_timed_out")
+        return
+    node.counters.add("pulls_failed")
+    if peers.unreachable(error):
+        node.counters.add("pulls_failed_link")
+    else:
+        node.counters.add("pulls_failed_missing" if peers.missing(error) else "pulls_failed_other")
 
 
 async def _run(node: Node, prepared: Prepared) -> None:

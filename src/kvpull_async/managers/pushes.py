@@ -88,6 +88,7 @@ class Prepared:
     dst_blocks: Blocks | None
     deadline: Deadline
     report: Report
+    verify: str
 
 
 def prepare_cache(
@@ -160,17 +161,19 @@ def _prepared(
     key: CacheKeyByIdAndIndex | BlocksCacheKey, src: range, dst: range, per_layer: int, index: int,
     src_blocks: Blocks | None, dst_blocks: Blocks | None,
 ) -> Prepared:  # fmt: skip
+    verify = checks.sum_name(options.get("verify"), node.settings.sum_name)
     timeout, traceparent = checks.call_times(options, node.settings.sync_kv_timeout_ms)
     report = Report(operation, new_pull_id(), traceparent, key.cluster_id, push=True)
     report.local_cluster_id, report.key = node.settings.cluster_id, partial(key_of, key)
     report.started = began  # checking the arguments spends the deadline too
     deadline = Deadline(began + timeout / 1000)
-    return Prepared(handle, key, src, dst, per_layer, index, src_blocks, dst_blocks, deadline, report)
+    return Prepared(handle, key, src, dst, per_layer, index, src_blocks, dst_blocks, deadline, report, verify)
 
 
 async def run(node: Node, dialect: Dialect, prepared: Prepared) -> None:
     """A push by key, on the core."""
-    await _counted(node, dialect, prepared.report, partial(_parcel, node, prepared), prepared.deadline)
+    parcel = partial(_parcel, node, prepared)
+    await _counted(node, dialect, prepared.report, parcel, prepared.deadline, prepared.verify)
 
 
 async def send(
@@ -183,7 +186,7 @@ async def send(
     report = Report(operation, pull_id, traceparent, parcel.aim.cluster_id, push=True)
     report.local_cluster_id, report.key, report.part_of = node.settings.cluster_id, parcel.aim.text, part_of
     try:
-        await _counted(node, dialect, report, lambda: parcel, deadline)
+        await _counted(node, dialect, report, lambda: parcel, deadline, node.settings.sum_name)
     except Exception as error:
         node.log.info("push.failed", **report.failed_fields(error))
         raise
@@ -192,21 +195,32 @@ async def send(
 
 
 async def _counted(
-    node: Node, dialect: Dialect, report: Report, made: Callable[[], Parcel], deadline: Deadline
+    node: Node, dialect: Dialect, report: Report, made: Callable[[], Parcel], deadline: Deadline, verify: str
 ) -> None:
     node.counters.add("pushes_started")
     try:
         parcel = made()
-        outgoing = _outgoing(node, parcel, deadline, report)
+        outgoing = _outgoing(node, parcel, deadline, report, verify)
         await Push(peers.link_to(node, parcel.aim.cluster_id), outgoing).run()
     except asyncio.CancelledError:
         node.counters.add("pushes_cancelled")
         raise
     except LLMException as error:
-        node.counters.add("pushes_timed_out" if isinstance(error, LLMTimeoutError) else "pushes_failed")
+        _count(node, error)
         raise peers.described(error, dialect, report) from error.__cause__
     node.counters.add("pushes_finished")
     node.counters.add("bytes_pushed", report.bytes)
+
+
+def _count(node: Node, error: LLMException) -> None:
+    if isinstance(error, LLMTimeoutError):
+        node.counters.add("pushes_timed_out")
+        return
+    node.counters.add("pushes_failed")
+    if peers.unreachable(error):
+        node.counters.add("pushes_failed_link")
+    else:
+        node.counters.add("pushes_failed_missing" if peers.missing(error) else "pushes_failed_other")
 
 
 def _parcel(node: Node, prepared: Prepared) -> Parcel:
@@ -223,7 +237,7 @@ def _parcel(node: Node, prepared: Prepared) -> Parcel:
     return Parcel(entry, tensors, aim, prepared.src_index, prepared.src_blocks, prepared.dst_blocks, size)
 
 
-def _outgoing(node: Node, parcel: Parcel, deadline: Deadline, report: Report) -> Outgoing:
+def _outgoing(node: Node, parcel: Parcel, deadline: Deadline, report: Report, verify: str) -> Outgoing:
     """The parcel checked against the cache that it is from, and its offer."""
     entry, tensors, aim = parcel.source, parcel.tensors, parcel.aim
     _check_source(parcel)
@@ -242,14 +256,19 @@ def _outgoing(node: Node, parcel: Parcel, deadline: Deadline, report: Report) ->
         0, _UNSET, report.pull_id, report.traceparent, 0, aim.kind, aim.identity, aim.model_id, aim.entry,
         aim.first_tensor, len(tensors), per_tensor, 0 if dst is None else int(dst.size), parcel.block_nbytes,
         tensors.start, start, 0 if parcel.src_blocks is None else int(parcel.src_blocks.size),
-        inline=False, begun=False,
+        inline=False, begun=False, verify=verify,
     )  # fmt: skip
     table = [_addresses(aim), frames.encode_table(dst) if dst is not None else b""]
+    differs = partial(_differs, node, report, verify) if verify else None
     src_table = b"" if parcel.src_blocks is None else frames.encode_table(parcel.src_blocks)
     return Outgoing(
         entry, node.registry.backend, rows, most_rows, len(tensors) * per_tensor, offer, b"".join(table), src_table,
-        deadline, report,
+        deadline, report, differs,
     )  # fmt: skip
+
+
+def _differs(node: Node, report: Report, verify: str, source: bytes, destination: bytes) -> LLMException:
+    return peers.differs(node, report, verify, source=source, destination=destination)
 
 
 def _check_source(parcel: Parcel) -> None:

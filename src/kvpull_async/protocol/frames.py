@@ -160,6 +160,11 @@ class Decoder:
             self._buffer += self._fed[self._at :]
         self._fed, self._at = b"", 0
 
+    def clear(self) -> None:
+        """Nothing more will be asked for: give up what has come of a frame."""
+        self._buffer = bytearray()
+        self._fed, self._at = b"", 0
+
     @property
     def buffered(self) -> int:
         return len(self._buffer) + len(self._fed) - self._at

@@ -42,3 +42,10 @@ class Peer:
     offers: tuple[tuple[str, bytes], ...] = field(default=(), repr=False)
     group: str = ""
     version: int = 0
+
+    @property
+    def process(self) -> tuple[int, bytes]:
+        """Which process of which cluster it is. Incarnations alone can be read on a network, and every peer knows them:
+        only the cluster id stands for a secret or a certificate.
+        """
+        return self.cluster_id, self.incarnation

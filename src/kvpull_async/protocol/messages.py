@@ -174,7 +174,9 @@ class Grant(_Body, frozen=True):
 
 
 class Digest(_Body, frozen=True):
-    """The sum over a grant's bytes at the source, if it was asked for: after GRANT, as soon as it is known."""
+    """The sum over a grant's bytes at the source, if it was asked for: as soon as it is known, beside GRANT. Empty
+    where none could be made.
+    """
 
     kind: ClassVar[int] = 24
     request_id: U64

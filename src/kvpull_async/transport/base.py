@@ -47,6 +47,14 @@ class ControlChannel(ABC):
     """The other end, for messages to people."""
     arrivals: Arrivals
     """Where the channel puts what comes, and then the end."""
+    waited: float = 0.0
+    """Seconds that the peer took before it could be greeted: they are part of the time that it has for that."""
+    unfit: str = ""
+    """Why nobody is to be greeted on it: the peer is told this, and nothing more."""
+
+    def speaks_for(self, cluster_id: int) -> bool:
+        """Whether the other end may be that cluster, as far as the channel itself can tell."""
+        return True
 
     @abstractmethod
     async def send(self, data: bytes) -> None:
@@ -212,6 +220,8 @@ class PathSeed:
     workers: Workers
     lost: Callable[[str], object] = field(default=_nobody, repr=False)
     """To be called when the path has broken for good, with the reason: the link then makes a new one."""
+    cluster_id: int | None = None
+    """The peer's, where certificates are to be compared with it."""
 
 
 class Listener(ABC):

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import queue
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Final
 
 from kvpull_async._workers import report_to, resolve
 from kvpull_async.memory.base import Batches
+from kvpull_async.transport import tls
 
 __all__ = ["Payload", "TcpTransfer", "receive_into", "send_from"]
 
@@ -49,10 +51,10 @@ class Payload:
         """
         if self.broken:
             return False
-        try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        try:  # of a TLS socket the bytes below it, where between transfers nothing comes either
+            socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return True
+            return not (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending())
         except OSError:
             return False
         return False
@@ -62,7 +64,7 @@ class Payload:
             self.broken = True
             self._jobs.put(None)
             with self._lock, contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+                tls.shutdown(self._sock)
 
     def _run(self) -> None:
         try:
@@ -157,7 +159,10 @@ def send_from(lending: Batches, grant_id: bytes, nbytes: int) -> Work:
 def _fill(sock: socket.socket, views: Sequence[memoryview], transfer: TcpTransfer) -> None:
     while views:
         transfer.check()
-        n, _, _, _ = sock.recvmsg_into(views, 0, socket.MSG_WAITALL)
+        if isinstance(sock, ssl.SSLSocket):
+            n = sock.recv_into(views[0])
+        else:
+            n, _, _, _ = sock.recvmsg_into(views, 0, socket.MSG_WAITALL)
         if n == 0:
             transfer.check()
             raise ConnectionError("the peer closed the payload connection")
@@ -167,7 +172,8 @@ def _fill(sock: socket.socket, views: Sequence[memoryview], transfer: TcpTransfe
 def _empty(sock: socket.socket, views: Sequence[memoryview], transfer: TcpTransfer) -> None:
     while views:
         transfer.check()
-        views = _advance(views, sock.sendmsg(views))
+        n = sock.send(views[0]) if isinstance(sock, ssl.SSLSocket) else sock.sendmsg(views)
+        views = _advance(views, n)
 
 
 def _advance(views: Sequence[memoryview], n: int) -> Sequence[memoryview]:

@@ -3,6 +3,9 @@
 Every connection starts with a preamble that says what it is for. Control connections become asyncio protocols. Payload
 connections stay plain blocking sockets, each owned by a thread of its own, so that a peer that stops reading or
 sending exhausts nobody else's threads; a shutdown of the socket interrupts that thread at once.
+
+Where a node has certificates the preamble asks for TLS, and nothing else is said before one byte of consent: so a peer
+that has none learns the reason at once, on either side, and no connection ever goes on without TLS instead.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ import asyncio
 import contextlib
 import errno
 import socket
+import ssl
 import struct
 import weakref
+from collections import OrderedDict
 from typing import Final
 
 from kvpull_async import observe
 from kvpull_async._deadline import Deadline, absorb
-from kvpull_async.transport.arrivals import Arrivals
+from kvpull_async.transport import tls
 from kvpull_async.transport.base import (
     Address,
     ControlChannel,
@@ -28,20 +33,38 @@ from kvpull_async.transport.base import (
     PathSeed,
     Transport,
 )
-from kvpull_async.transport.outbox import Outbox
 from kvpull_async.transport.stream import StreamPath
+from kvpull_async.transport.tcp_channel import READ_SIZE, TcpChannel, name_of, open_channel
+from kvpull_async.transport.tls import Certified, Tls
 
 __all__ = ["TcpTransport"]
 
 _PREAMBLE: Final = struct.Struct("<7sc")
 _MAGIC: Final = b"KVPULL\x01"
-_CONTROL, _PAYLOAD = b"C", b"P"
+_CONTROL, _PAYLOAD, _TLS_CONTROL, _TLS_PAYLOAD = b"C", b"P", b"S", b"T"
+_AGREED, _REFUSED = b"\x06", b"\x15"
+_NO_TLS: Final = {
+    _REFUSED: "the dialling side asks for TLS, the accepting side has no certificates",
+    b"": "the accepting side hung up when it was asked for TLS",
+}
 _TICKET: Final = struct.Struct("<16sB")
 _ATTACHED: Final = b"\x06"
-_READ_SIZE: Final = 256 * 1024
+_ENDED: Final = 256
+"""Links that have ended, and are still known by their tokens."""
 _GREETINGS: Final = 128
 _ACCEPT_PAUSE: Final = 0.05
 _PACED, _UNPACED = b"bbr", b"reno"
+_KEPT_ALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""Of payload connections: what lies between forgets an idle one without a word, and heartbeats do not pass here."""
+
+
+class _Late(ConnectionError):
+    """A peer's connection was cut, and its other one does not know yet: told of by `link.lost`, so no warning."""
 
 
 class TcpTransport(Transport, PathKind):
@@ -49,12 +72,14 @@ class TcpTransport(Transport, PathKind):
 
     name = "tcp"
 
-    def __init__(self, log: observe.Log, *, greeting_timeout: float) -> None:
+    def __init__(self, log: observe.Log, *, greeting_timeout: float, tls: Tls | None = None) -> None:
         self._log = log
+        self._tls = tls
         self._greeting_timeout = greeting_timeout
         self._attachable: dict[tuple[bytes, int], TcpPath] = {}
+        self._ended: OrderedDict[tuple[bytes, int], None] = OrderedDict()
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self._buffer = memoryview(bytearray(_READ_SIZE))
+        self._buffer = memoryview(bytearray(READ_SIZE))
 
     async def listen(self, address: Address, on_channel: OnChannel) -> Listener:
         sock = socket.create_server(address, family=socket.AF_INET, backlog=512)
@@ -63,8 +88,15 @@ class TcpTransport(Transport, PathKind):
         return _TcpListener(self, sock, on_channel)
 
     async def dial(self, address: Address) -> ControlChannel:
-        sock = await self._connect(address, _CONTROL)
-        return await _open_channel(sock, self._buffer)
+        sock = await self._connect(address, _CONTROL if self._tls is None else _TLS_CONTROL)
+        channel = await self._open_channel(sock, secured=self._tls is not None)
+        try:
+            if self._tls is not None and await channel.receive() != _AGREED:
+                raise ConnectionError("the accepting side refused the certificate of this side, and its log says why")
+        except BaseException:
+            channel.abort()
+            raise
+        return channel
 
     def path(self, seed: PathSeed) -> DataPath:
         path = TcpPath(self, seed)
@@ -73,7 +105,10 @@ class TcpTransport(Transport, PathKind):
         return path
 
     def detach(self, seed: PathSeed) -> None:
-        self._attachable.pop((seed.token, seed.lane), None)
+        if self._attachable.pop((seed.token, seed.lane), None) is not None:
+            self._ended[seed.token, seed.lane] = None
+            while len(self._ended) > _ENDED:
+                self._ended.popitem(last=False)
 
     def adopt(self, sock: socket.socket) -> None:
         self._sockets.add(sock)
@@ -86,52 +121,92 @@ class TcpTransport(Transport, PathKind):
     async def dial_payload(self, seed: PathSeed, deadline: Deadline) -> socket.socket:
         """A payload socket attached to the peer's half of the path; OSError or TimeoutError when there is none."""
         assert seed.address is not None
-        loop = asyncio.get_running_loop()
+        ticket = _TICKET.pack(seed.token, seed.lane)
         async with deadline.scope():
-            sock = await self._connect(seed.address, _PAYLOAD + _TICKET.pack(seed.token, seed.lane))
+            sock = await self._connect(seed.address, _PAYLOAD if self._tls is None else _TLS_PAYLOAD)
             try:
-                _unpace(sock)
-                if await loop.sock_recv(sock, 1) != _ATTACHED:
+                _prepare(sock)
+                sock = await self._secured(sock, accepting=False)
+                _identify(sock, seed)  # before it hears the token
+                await _send(sock, ticket)
+                if await _receive(sock, 1) != _ATTACHED:
                     raise ConnectionError("the peer did not take the payload connection")
             except BaseException:
                 sock.close()
                 raise
         return sock
 
+    async def _secured(self, sock: socket.socket, *, accepting: bool) -> socket.socket:
+        """With TLS, if this node has certificates. The socket is closed when that fails."""
+        if self._tls is None:
+            return sock
+        context = self._tls.accepting if accepting else self._tls.dialling
+        secured = await tls.connected(context, sock, accepting=accepting)
+        self.adopt(secured)
+        return secured
+
     async def greet(self, sock: socket.socket, on_channel: OnChannel) -> None:
         """Find out what an accepted connection is for and hand it on."""
-        handed_on = False
+        peer, deadline = name_of(sock), Deadline.after_ms(self._greeting_timeout * 1000)
+        try:
+            async with deadline.scope():
+                channel = await self._sorted(sock)
+            if channel is not None:
+                channel.waited = self._greeting_timeout - deadline.remaining
+                await on_channel(channel)
+        except _Late as error:
+            self._log.debug("link.rejected", peer=peer, reason=str(error))
+        except (OSError, asyncio.TimeoutError) as error:
+            self._log.warning("link.rejected", peer=peer, reason=str(error) or "no greeting in time")
+
+    async def _sorted(self, sock: socket.socket) -> ControlChannel | None:
+        """The control channel, or None for a payload connection, which its path has now. The socket is closed when it
+        comes to neither.
+        """
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            async with Deadline.after_ms(self._greeting_timeout * 1000).scope():
-                magic, kind = _PREAMBLE.unpack(await _receive_exactly(sock, _PREAMBLE.size))
-                if magic != _MAGIC:
-                    raise ConnectionError(f"the peer does not speak the kvpull protocol, it began with {magic!r}")
-                if kind == _PAYLOAD:
-                    await self._attach(sock)
-                    handed_on = True
-                    return
-            if kind != _CONTROL:
-                raise ConnectionError(f"a connection of unknown kind {kind!r}")
-            channel = await _open_channel(sock, self._buffer)
-            handed_on = True
-            await on_channel(channel)
-        except (OSError, asyncio.TimeoutError) as error:
-            self._log.warning("link.rejected", peer=_name_of(sock), reason=str(error) or "no greeting in time")
-        finally:
-            if not handed_on:
-                sock.close()
+            magic, kind = _PREAMBLE.unpack(await _receive_exactly(sock, _PREAMBLE.size))
+            if magic != _MAGIC:
+                raise ConnectionError(f"the peer does not speak the kvpull protocol, it began with {magic!r}")
+            await self._consent(sock, kind)
+            if kind in (_PAYLOAD, _TLS_PAYLOAD):
+                sock = await self._secured(sock, accepting=True)
+                await self._attach(sock)
+                return None
+        except BaseException:
+            sock.close()
+            raise
+        channel = await self._open_channel(sock, secured=kind == _TLS_CONTROL, accepting=True)
+        if kind == _TLS_CONTROL:
+            channel.post(_AGREED)  # to a dialler whose certificate was good: by TLS itself it would not know
+        elif self._tls is not None:
+            channel.unfit = "the accepting side wants TLS, the dialling side has no certificates"
+        return channel
+
+    async def _consent(self, sock: socket.socket, kind: bytes) -> None:
+        """Say whether the connection goes on with TLS, if that was asked for. ConnectionError when it cannot go on."""
+        if kind in (_TLS_CONTROL, _TLS_PAYLOAD):
+            await _send(sock, _AGREED if self._tls is not None else _REFUSED)
+            if self._tls is None:
+                raise ConnectionError("the dialling side asks for TLS, this side has no certificates")
+        elif kind not in (_CONTROL, _PAYLOAD):
+            raise ConnectionError(f"a connection of unknown kind {kind!r}")
+        elif kind == _PAYLOAD and self._tls is not None:
+            raise ConnectionError("a payload connection without TLS")
 
     async def _attach(self, sock: socket.socket) -> None:
         token, lane = _TICKET.unpack(await _receive_exactly(sock, _TICKET.size))
         path = self._attachable.get((token, lane))
+        if path is None and (token, lane) in self._ended:
+            raise _Late("a payload connection for a link that has ended")
         if path is None:
             raise ConnectionError("a payload connection for a link that does not exist")
-        _unpace(sock)
-        await asyncio.get_running_loop().sock_sendall(sock, _ATTACHED)
+        _identify(sock, path.seed)
+        _prepare(sock)
+        await _send(sock, _ATTACHED)
         path.attach(sock)
 
-    async def _connect(self, address: Address, first: bytes) -> socket.socket:
+    async def _connect(self, address: Address, kind: bytes) -> socket.socket:
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self.adopt(sock)
@@ -140,11 +215,21 @@ class TcpTransport(Transport, PathKind):
             if sock.getsockname() == sock.getpeername():  # the kernel may connect a free local port to itself
                 raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.sock_sendall(sock, _MAGIC + first)
+            await loop.sock_sendall(sock, _MAGIC + kind)
+            if self._tls is not None and (answer := await loop.sock_recv(sock, 1)) != _AGREED:
+                raise ConnectionError(_NO_TLS.get(answer, "the peer does not speak the kvpull protocol"))
         except BaseException:
             sock.close()
             raise
         return sock
+
+    async def _open_channel(self, sock: socket.socket, *, secured: bool, accepting: bool = False) -> TcpChannel:
+        """The socket is closed unless it becomes a channel."""
+        context = None
+        if secured:
+            assert self._tls is not None
+            context = self._tls.accepting if accepting else self._tls.dialling
+        return await open_channel(sock, self._buffer, context, accepting=accepting, timeout=self._greeting_timeout)
 
     def __repr__(self) -> str:
         return f"<TcpTransport sockets={len(self._sockets)} attachable={len(self._attachable)}>"
@@ -204,88 +289,6 @@ class _TcpListener(Listener):
         await absorb(tuple(self._greetings), Deadline.after_ms(1000))
 
 
-class _TcpChannel(ControlChannel, asyncio.BufferedProtocol):
-    """Bytes come into a buffer that all channels of a loop share, since a callback takes them out on the spot: no task
-    wakes up for them.
-    """
-
-    def __init__(self, peer: str, buffer: memoryview) -> None:
-        self.peer = peer
-        self.arrivals = Arrivals(self._taken)
-        self._buffer = buffer
-        self._full = self._lost = self._held = False
-        self._outbox = Outbox(self._write, lambda: self._full)
-
-    @property
-    def ready(self) -> bool:
-        return self._outbox.ready
-
-    async def send(self, data: bytes) -> None:
-        await self._outbox.send(data)
-
-    def post(self, data: bytes) -> None:
-        self._outbox.post(data)
-
-    def _write(self, data: bytes) -> None:
-        if not self._lost and not self._transport.is_closing():
-            self._transport.write(data)
-
-    def abort(self) -> None:
-        self._lost = True
-        self._outbox.end()
-        self._transport.abort()
-
-    def pause(self) -> None:
-        self.arrivals.pause()
-        self._hold()
-
-    def resume(self) -> None:
-        self.arrivals.resume()
-        self._taken(0)
-
-    # -- called by the loop -----------------------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.arrivals.put(self._buffer[:nbytes])
-        if self.arrivals.unread > _READ_SIZE:
-            self._hold()
-
-    def eof_received(self) -> bool:
-        self.arrivals.end()
-        return True  # what is to be said to the peer may still be
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._lost = True
-        self.arrivals.end(error if isinstance(error, OSError) else None)
-        self._outbox.end()
-
-    def pause_writing(self) -> None:
-        self._full = True
-
-    def resume_writing(self) -> None:
-        self._full = False
-        self._outbox.flow()
-
-    def _hold(self) -> None:
-        self._held = True
-        self._transport.pause_reading()
-
-    def _taken(self, n: int) -> None:
-        if self._held and not self.arrivals.paused and self.arrivals.unread <= _READ_SIZE:
-            self._held = False
-            self._transport.resume_reading()
-
-    def __repr__(self) -> str:
-        return f"<TcpChannel {self.peer}>"
-
-
 class TcpPath(StreamPath):
     """Its payload connections lead to the port of the control connections."""
 
@@ -294,21 +297,36 @@ class TcpPath(StreamPath):
     def __init__(self, transport: TcpTransport, seed: PathSeed) -> None:
         super().__init__(dials=seed.dialer)
         self._transport = transport
-        self._seed = seed
+        self.seed: PathSeed = seed
 
     async def dial(self, deadline: Deadline) -> socket.socket:
-        return await self._transport.dial_payload(self._seed, deadline)
+        return await self._transport.dial_payload(self.seed, deadline)
 
     @property
     def prepared(self) -> bool:  # type: ignore[override]  # the other paths need no connection
         return self._usable()
 
     def abort(self) -> None:
-        self._transport.detach(self._seed)
+        self._transport.detach(self.seed)
         super().abort()
 
     def __repr__(self) -> str:
-        return f"<TcpPath lane={self._seed.lane} connected={self.connected}>"
+        return f"<TcpPath lane={self.seed.lane} connected={self.connected}>"
+
+
+def _identify(sock: socket.socket, seed: PathSeed) -> None:
+    """ConnectionError unless a payload connection leads to the link's own peer, as far as a certificate tells."""
+    if not isinstance(sock, ssl.SSLSocket) or seed.cluster_id is None:
+        return
+    if not Certified.of(sock.getpeercert()).speaks_for(seed.cluster_id):
+        raise ConnectionError(f"the certificate of {name_of(sock)} does not name kvpull:cluster:{seed.cluster_id}")
+
+
+def _prepare(sock: socket.socket) -> None:
+    """A payload connection for its bytes, and for the time between them."""
+    _unpace(sock)
+    for level, name, value in _KEPT_ALIVE:
+        sock.setsockopt(level, name, value)
 
 
 def _unpace(sock: socket.socket) -> None:
@@ -326,25 +344,24 @@ def congestion_of(sock: socket.socket) -> bytes:
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
 
 
-async def _open_channel(sock: socket.socket, buffer: memoryview) -> _TcpChannel:
-    peer = _name_of(sock)
-    _, channel = await asyncio.get_running_loop().create_connection(lambda: _TcpChannel(peer, buffer), sock=sock)
-    return channel
+async def _receive(sock: socket.socket, n: int) -> bytes:
+    if isinstance(sock, ssl.SSLSocket):
+        return await tls.receive(sock, n)
+    return await asyncio.get_running_loop().sock_recv(sock, n)
+
+
+async def _send(sock: socket.socket, data: bytes) -> None:
+    if isinstance(sock, ssl.SSLSocket):
+        await tls.send(sock, data)
+    else:
+        await asyncio.get_running_loop().sock_sendall(sock, data)
 
 
 async def _receive_exactly(sock: socket.socket, n: int) -> bytes:
-    loop = asyncio.get_running_loop()
     data = b""
     while len(data) < n:
-        more = await loop.sock_recv(sock, n - len(data))
+        more = await _receive(sock, n - len(data))
         if not more:
             raise ConnectionError(f"the peer closed the connection after {len(data)} of {n} bytes")
         data += more
     return data
-
-
-def _name_of(sock: socket.socket) -> str:
-    with contextlib.suppress(OSError):
-        host, port = sock.getpeername()
-        return f"{host}:{port}"
-    return "unknown"

@@ -8,6 +8,7 @@ import pytest
 
 from kvpull_async.config import LLMConfig, Settings
 from kvpull_async.config.kinds import OWN, own_key, own_variable
+from kvpull_async.status import LLMException
 from kvpull_async.values import LLMRole
 
 
@@ -17,6 +18,8 @@ def settings(options: dict[str, str], environ: dict[str, str]) -> Settings:
 
 OWN_VALUES = [
     ("link_secret", "s3", "kvpull.LinkSecret", "s3", "link_secret", b"s3"),
+    ("link_secrets", '{"2": "s3"}', "kvpull.LinkSecrets", '{"2": "s3"}', "link_secrets", ((2, b"s3"),)),
+    ("allowed_clusters", {7, 1}, "kvpull.AllowedClusters", "1;7", "allowed_clusters", frozenset({1, 7})),
     ("allow_insecure_network", True, "kvpull.AllowInsecureNetwork", "1", "allow_insecure_network", True),
     ("link_busy_policy", "raise", "kvpull.LinkBusyPolicy", "raise", "link_busy_policy", "raise"),
     ("queue_limit", 3, "kvpull.QueueLimit", "3", "queue_limit", 3),
@@ -33,6 +36,7 @@ OWN_VALUES = [
     ("rank_link_timeout", 4, "kvpull.RankLinkTimeout", "4", "rank_link_timeout_ms", 4),
     ("device_backend", "auto", "kvpull.DeviceBackend", "auto", "device_backend", "auto"),
     ("allow_process_vm_read", "off", "kvpull.AllowProcessVmRead", "off", "allow_process_vm_read", "off"),
+    ("verify", "crc32", "kvpull.Verify", "crc32", "verify", "crc32"),
 ]
 
 
@@ -42,7 +46,7 @@ def test_own_properties_reach_settings_as_option_or_variable(
 ) -> None:
     config = LLMConfig()
     default = getattr(settings({}, {}), field)
-    assert getattr(config, name) == ("" if name == "link_secret" else default)
+    assert getattr(config, name) == ("" if name in ("link_secret", "link_secrets", "allowed_clusters") else default)
     setattr(config, name, value)
     options = config.generate_options()
     assert (own_key(name), options[option]) == (option, text)
@@ -54,4 +58,37 @@ def test_own_properties_reach_settings_as_option_or_variable(
 
 
 def test_every_own_property_is_tested() -> None:
-    assert {row[0] for row in OWN_VALUES} == set(OWN)
+    together = {"tls_certificate", "tls_key", "tls_authority"}  # see test_settings
+    assert {row[0] for row in OWN_VALUES} | together == set(OWN)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [([7, 1, 7], "1;7"), ("2;1", "2;1"), (iter([2**64 - 1]), str(2**64 - 1)), ("", "")]
+)
+def test_allowed_clusters_are_given_in_many_ways(value: Any, text: str) -> None:
+    config = LLMConfig()
+    config.allowed_clusters = value
+    assert config.allowed_clusters == text
+    read = settings(config.generate_options(), {}).allowed_clusters
+    assert read == (frozenset(map(int, text.split(";"))) if text else None)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ([], ValueError),
+        ([-1], ValueError),
+        ([2**64], ValueError),
+        ([True], TypeError),
+        (7, TypeError),
+        (b"7", TypeError),
+    ]
+    + [(text, LLMException) for text in ("1;", ";", "1,2", "-1", "one", str(2**64))],
+)
+def test_allowed_clusters_that_make_no_sense_are_refused(value: Any, error: type[Exception]) -> None:
+    """An empty list is not "everyone"."""
+    with pytest.raises(error):
+        LLMConfig().allowed_clusters = value
+    if isinstance(value, str):
+        with pytest.raises(LLMException):
+            settings({"kvpull.AllowedClusters": value}, {})

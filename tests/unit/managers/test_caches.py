@@ -75,6 +75,31 @@ def test_a_pool_that_is_used_up_refuses_with_the_managers_code_and_recovers(kind
         made.close()
 
 
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_p10_an_allocation_for_which_there_is_no_thread_is_out_of_memory(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stack is memory too."""
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert "OUT_OF_MEMORY" in status(side.allocate).name
+    side.allocate()
+
+
+def test_p10_a_copy_for_which_there_is_no_thread_is_out_of_memory(newer: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = [np.zeros((2, 3, 64), np.uint8) for _ in range(2)]
+    dst, src = (newer.register(array) for array in memory)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert status(newer.run, newer.copy(dst, src)) == LLMStatusCode.LLM_OUT_OF_MEMORY
+    memory[1][:] = 7
+    newer.run(newer.copy(dst, src))
+    assert memory[0][:, 0].all()
+
+
 def test_keys_that_are_refused_take_no_memory(side: Side) -> None:
     side.allocate(keys=[CacheKey(1, 1)])
     before = repr(side.engine.memory)

@@ -333,3 +333,17 @@ def test_what_a_pull_of_blocks_can_be(key: Any, src: Any, dst: Any) -> None:
 @pytest.mark.parametrize("key", [None, 7, "key"])
 def test_keys_of_the_wrong_kind_for_blocks(key: object) -> None:
     refuses(checks.block_keys, TypeError, key=key)
+
+
+def test_the_sum_is_that_of_the_call_or_else_that_of_the_node() -> None:
+    for given, default, expected in [
+        ({}, "", ""), ({}, "xxh3", "xxh3"), ({"verify": None}, "crc32", "crc32"), ({"verify": "none"}, "crc32", ""),
+        ({"verify": "crc32"}, "", "crc32"), ({"verify": "xxh3"}, "crc32", "xxh3"),
+    ]:  # fmt: skip
+        checked = draft(options=given, verify=default)
+        checks.call_options(checked)
+        assert checked.verify == expected
+    for value in ("", "CRC32", "md5"):
+        refuses(checks.call_options, ValueError, options={"verify": value}, text="none, crc32, xxh3")
+    for wrong in (True, 1, b"crc32"):
+        refuses(checks.call_options, TypeError, options={"verify": wrong}, text="verify")

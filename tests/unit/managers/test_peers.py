@@ -9,8 +9,9 @@ import pytest
 
 from kvpull_async.managers import peers
 from kvpull_async.managers.dialect import CACHE, KV
-from kvpull_async.observe import Report
+from kvpull_async.observe import Counters, Log, Report
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+from tests.loop_nodes import event_log
 
 LINK = object()
 
@@ -58,3 +59,26 @@ def test_an_error_names_operation_time_and_peer() -> None:
     report.peer = "10.0.0.1:5"
     assert peers.described(LLMException("x"), CACHE, report).peer == "10.0.0.1:5"
     assert peers.described(LLMException("x", peer="who refused"), CACHE, report).peer == "who refused"
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_other_bytes_are_counted_told_and_may_be_moved_again(push: bool) -> None:
+    counters = Counters()
+    with event_log() as log:
+        asking = SimpleNamespace(counters=counters, log=Log())
+        report = Report("an operation", "an-id", peer="a peer", push=push)
+        error = peers.differs(asking, report, "crc32", source=b"\x01\x02", destination=b"\xab")  # type: ignore[arg-type]
+        (event,) = log.named("verify.failed")
+    assert (error.status_code, error.retry_safe) == (LLMStatusCode.LLM_FAILED, True)
+    assert (event["sum"], event["source"], event["destination"]) == ("crc32", "0102", "ab")
+    assert "their crc32 is ab, that of the source 0102" in str(error)
+    assert "a peer" in str(error)
+    assert counters.snapshot() == {"verify_failed": 1}
+
+
+def test_a_source_that_made_no_sum_is_no_mismatch() -> None:
+    counters = Counters()
+    asking = SimpleNamespace(counters=counters, log=Log())
+    error = peers.differs(asking, Report("pull_cache", "an-id"), "xxh3", source=b"", destination=b"\xab")  # type: ignore[arg-type]
+    assert (error.status_code, error.retry_safe) == (LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, True)
+    assert counters.snapshot() == {}

@@ -82,6 +82,10 @@ async def test_the_counters_tell_each_end(table: Table) -> None:
     await table.pull()
     table.link.refusal = LLMException("no", status_code=PARAM_INVALID)
     await refused(table.pull())
+    for status in (LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, LLMStatusCode.LLM_LINK_FAILED):
+        table.link.refusal = LLMException("no", status_code=status)
+        await refused(table.pull(), status)
+    await refused(table.pull(UNLINKED), LLMStatusCode.LLM_NOT_YET_LINK)
     table.link.silent = True
     await refused(table.pull(timeout=10), LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
     task = asyncio.ensure_future(table.pull())
@@ -90,10 +94,13 @@ async def test_the_counters_tell_each_end(table: Table) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert table.counters.snapshot() == {
-        "pulls_started": 4,
+        "pulls_started": 7,
         "pulls_finished": 1,
         "bytes_pulled": 400,
-        "pulls_failed": 1,
+        "pulls_failed": 4,
+        "pulls_failed_link": 2,
+        "pulls_failed_missing": 1,
+        "pulls_failed_other": 1,
         "pulls_timed_out": 1,
         "pulls_cancelled": 1,
     }

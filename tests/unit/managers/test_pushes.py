@@ -286,20 +286,25 @@ async def test_numbers_that_are_no_addresses_are_refused_here(table: Table, addr
 
 async def test_a_push_is_counted_when_it_starts_and_in_one_of_its_ends(table: Table) -> None:
     await table.push()
-    table.link.answer = frames.Result(1, int(PARAM_INVALID), "no", unsafe=False)
-    await refused(table.push())
+    gone, lost = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, LLMStatusCode.LLM_LINK_FAILED
+    for status in (PARAM_INVALID, gone, lost):
+        table.link.answer = frames.Result(1, int(status), "no", unsafe=False)
+        await refused(table.push(), status)
     table.link.answer, table.link.silent = None, True
     with pytest.raises(LLMTimeoutError):
         await table.push(timeout=30)
     task = asyncio.ensure_future(table.push())
-    await eventually(lambda: len(table.link.lane.heard) == 4)
+    await eventually(lambda: len(table.link.lane.heard) == 6)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert table.counters.snapshot() == {
-        "pushes_started": 4,
+        "pushes_started": 6,
         "pushes_finished": 1,
-        "pushes_failed": 1,
+        "pushes_failed": 3,
+        "pushes_failed_link": 1,
+        "pushes_failed_missing": 1,
+        "pushes_failed_other": 1,
         "pushes_timed_out": 1,
         "pushes_cancelled": 1,
         "bytes_pushed": 4 * STRIDE,

@@ -30,5 +30,13 @@ def test_they_are_values_with_nothing_told_by_default(made: Identity | Peer) -> 
         made.cluster_id = 6  # type: ignore[misc]
 
 
+def test_a_process_is_known_by_its_cluster_id_too() -> None:
+    """Incarnations can be read on a network: one of another cluster must not pass for it."""
+    made = Peer(5, b"i" * 16, 0, b"token!")
+    assert made.process == dataclasses.replace(made, lane=1, token=b"another", version=4).process
+    assert made.process != dataclasses.replace(made, cluster_id=6).process
+    assert made.process != dataclasses.replace(made, incarnation=b"j" * 16).process
+
+
 def test_sessions_speak_of_the_same_types() -> None:
     assert (session.Identity, session.Peer) == (Identity, Peer)

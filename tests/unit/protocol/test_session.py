@@ -299,3 +299,15 @@ def test_nobody_learns_who_is_here_without_the_secret() -> None:
     dialer = Session(identity(1, secret=b"a guess"), dialer=True, asked=5)
     mine, _ = refused(dialer, Session(identity(2, secret=SECRET), dialer=False))
     assert mine.reason == "the link secrets of the two sides differ"
+
+
+def test_a_peer_that_may_not_be_who_it_says_is_not_told_who_is_here() -> None:
+    """Whoever knows the connection refuses it in its own words."""
+    acceptor = Session(identity(2), dialer=False)
+    acceptor.speaks_for = lambda cluster_id: cluster_id != 1
+    dialer = Session(identity(1), dialer=True, asked=5)
+    dialer.start()
+    exchange(dialer, acceptor)
+    (asked,) = drained(acceptor)
+    assert isinstance(asked, Asked)
+    assert (asked.peer.cluster_id, acceptor.state, drained(dialer)) == (1, State.DECIDING, [])

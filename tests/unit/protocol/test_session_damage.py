@@ -10,6 +10,7 @@ import pytest
 
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.session import READY_LIMIT, Failed, Session, State
+from kvpull_async.status import LLMStatusCode
 from tests.wire import PLAIN, SAMPLES, at, drained, greeted, identity, mutate, sample
 
 
@@ -124,3 +125,20 @@ def test_a8_sequences_of_damaged_frames_never_raise() -> None:
         session.receive_eof()
         assert session.state is State.FAILED
         check_sane(session, fed)
+
+
+@pytest.mark.parametrize("end", ["closed here", "hung up", "damaged"])
+def test_p8_a_session_that_is_over_keeps_nothing_of_a_frame(end: str) -> None:
+    """Its owner may keep it for as long as the link may come back, and a peer can make that many times."""
+    session = at("acceptor", "serves")
+    session.receive(frames.encode(PLAIN["Request"], bytes(1 << 20))[:-1])
+    assert session.buffered > 1 << 20
+    if end == "closed here":
+        session.close()
+    elif end == "hung up":
+        session.receive_eof()
+    else:
+        session.fail("the peer was silent", LLMStatusCode.LLM_LINK_FAILED)
+    assert session.buffered == 0
+    session.receive(b"x" * 100)
+    assert session.buffered == 0

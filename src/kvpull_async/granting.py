@@ -1,0 +1,186 @@
+"""What has been granted to a peer and is not over: memory that stays pinned until its bytes have left, or have been
+read and summed. It must not know how a request was looked up, or links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from kvpull_async import sums
+from kvpull_async._deadline import Deadline, absorb
+from kvpull_async._workers import Workers
+from kvpull_async.lane import Lane
+from kvpull_async.memory.base import Batches, planned
+from kvpull_async.observe import Counters, Log
+from kvpull_async.offers import Offer
+from kvpull_async.protocol import frames
+from kvpull_async.registry import Pin, Registry
+from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.summing import Summing, at_once
+from kvpull_async.sums import Sum
+from kvpull_async.transport.base import DataPath, Transfer, moved
+
+__all__ = ["Granted", "new_sum"]
+
+_MOST: Final = 1024
+"""Most grants that a peer may leave open on a link: pulls run one at a time, so an honest one has few."""
+
+
+@dataclass
+class _Lease:
+    """A grant whose memory is still pinned."""
+
+    request_id: int
+    grant_id: bytes
+    pin: Pin
+    transfer: Transfer
+    timer: asyncio.TimerHandle
+
+
+def new_sum(request: frames.Request) -> Sum | None:
+    """The sum that a request asks for; LLMException if there is no such one here."""
+    return sums.begin(request.verify, where="the source") if request.verify else None
+
+
+class Granted:
+    """Of one lane."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        path: DataPath,
+        *,
+        registry: Registry,
+        workers: Workers,
+        log_of: Callable[[frames.Request], Log],
+        counters: Counters,
+    ) -> None:
+        self._lane = lane
+        self._path = path
+        self._registry = registry
+        self._workers = workers
+        self._log_of = log_of
+        self._counters = counters
+        self._leases: dict[bytes, _Lease] = {}
+        self._last: tuple[int, Transfer] | None = None
+
+    def __contains__(self, grant_id: bytes) -> bool:
+        return grant_id in self._leases
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def lend(self, offer: Offer) -> Batches:
+        backend, regions = self._registry.backend, offer.entry.regions
+        return planned(offer.plan, lambda segments: backend.lending(regions, segments))
+
+    async def deliver(
+        self, request: frames.Request, grant: frames.Grant, offer: Offer, ends: Deadline, growing: Sum | None
+    ) -> None:
+        """By other means than the grant itself: the source sends, or with a ticket the puller reads."""
+        lease, summing = self._lease(request, grant, offer, ends), None
+        try:
+            await self._lane.send(grant)
+            if growing is not None:
+                summing = self._summing(offer, growing)
+            await moved(lease.transfer)
+        except BaseException:
+            if summing is not None:
+                summing.abort()
+            lease.transfer.abort()
+            await absorb([lease.transfer.settled], Deadline.after_ms(1000))
+            self._end(lease)
+            raise
+        if grant.ticket is None:
+            self._end(lease)
+        if summing is not None:
+            await self._tell(request, summing)
+
+    def cancel(self, request_id: int) -> None:
+        """The puller has given up."""
+        if self._last is not None and self._last[0] == request_id:
+            self._last[1].abort()
+        for lease in [lease for lease in self._leases.values() if lease.request_id == request_id]:
+            self._withdraw(lease.grant_id)
+
+    def done(self, grant_id: bytes) -> None:
+        """The puller has every byte of it."""
+        lease = self._leases.get(grant_id)
+        if lease is not None:
+            self._end(lease)
+
+    def abort(self) -> None:
+        """The lane is over: give the pins back as it settles."""
+        for grant_id in list(self._leases):
+            self._withdraw(grant_id)
+
+    # -- sums -------------------------------------------------------------------------------------------------------
+
+    async def sum(self, request: frames.Request, offer: Offer, growing: Sum, *, rows: int) -> None:
+        """Say what the bytes sum to here. The memory must be held while this is called."""
+        if at_once(offer.nbytes, rows, direct=self._registry.backend.direct):
+            self._lane.post(frames.Digest(request.request_id, sums.sum_of(growing, self.lend(offer))))
+        else:
+            await self._tell(request, self._summing(offer, growing))
+
+    def _summing(self, offer: Offer, growing: Sum) -> Summing:
+        return Summing(growing, self.lend(offer), [offer.entry], self._workers)
+
+    async def _tell(self, request: frames.Request, summing: Summing) -> None:
+        """Whatever comes of it the puller, which waits for it, hears something."""
+        digest = b""
+        try:
+            digest = await summing.digest()
+        except (LLMException, OSError) as error:
+            log = self._log_of(request)
+            log.info("serve.not_summed", sum=request.verify, reason=str(error))
+        finally:
+            summing.abort()
+            self._lane.post(frames.Digest(request.request_id, digest))
+
+    # -- leases -----------------------------------------------------------------------------------------------------
+
+    def _lease(self, request: frames.Request, grant: frames.Grant, offer: Offer, ends: Deadline) -> _Lease:
+        if len(self._leases) >= _MOST:
+            self._path.release(grant.grant_id)
+            raise LLMException(
+                f"{_MOST} grants of this link are not over yet",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+                retry_safe=True,
+            )
+        transfer = self._path.serve(grant.grant_id, self.lend(offer), offer.nbytes)
+        self._last = (request.request_id, transfer)
+        pin = offer.entry.pin(partial(self._withdraw, grant.grant_id))
+        loop, log = asyncio.get_running_loop(), self._log_of(request)
+        timer = loop.call_later(ends.remaining, self._expire, grant.grant_id, log)
+        lease = self._leases[grant.grant_id] = _Lease(request.request_id, grant.grant_id, pin, transfer, timer)
+        return lease
+
+    def _withdraw(self, grant_id: bytes) -> None:
+        """The cache is being taken away: it may go once this side reads it no more, whatever the puller does."""
+        lease = self._leases.get(grant_id)
+        if lease is not None:
+            lease.transfer.abort()
+            self._end(lease)
+
+    def _expire(self, grant_id: bytes, log: Log) -> None:
+        lease = self._leases.get(grant_id)
+        if lease is not None:
+            self._counters.add("leases_expired")
+            log.warning("serve.lease_expired")
+            self._withdraw(grant_id)
+
+    def _end(self, lease: _Lease) -> None:
+        """The memory may go once nothing reads it any more."""
+        if self._leases.pop(lease.grant_id, None) is None:
+            return
+        lease.timer.cancel()
+        self._path.release(lease.grant_id)
+        lease.transfer.settled.add_done_callback(lambda _: lease.pin.release())
+
+    def __repr__(self) -> str:
+        return f"<Granted leases={len(self._leases)}>"

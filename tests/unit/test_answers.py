@@ -1,0 +1,89 @@
+"""What requests wait for: each answer finds whoever asked, once. See also test_lane.py and its kin."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvpull_async import LLMException, LLMStatusCode
+from kvpull_async.answers import Answers
+from kvpull_async.protocol import frames
+from tests.wire import SAMPLES
+
+GRANT = SAMPLES["Grant"].message
+LINK_FAILED = LLMStatusCode.LLM_LINK_FAILED
+
+
+def grant(request_id: int) -> frames.Grant:
+    assert isinstance(GRANT, frames.Grant)
+    return msgspec.structs.replace(GRANT, request_id=request_id)
+
+
+@pytest.fixture
+async def answers() -> Answers:
+    return Answers(asyncio.get_running_loop(), "a peer")
+
+
+async def test_each_answer_finds_whoever_asked(answers: Answers) -> None:
+    first, second = answers.of_request(1), answers.of_request(2)
+    assert answers.deliver(grant(2), b"two")
+    assert await second == (grant(2), b"two")
+    assert not first.done()
+    assert answers.deliver(frames.Refuse(1, int(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST), "gone"), b"")
+    with pytest.raises(LLMException, match="gone") as caught:
+        await first
+    assert caught.value.peer == "a peer"
+    assert caught.value.retry_safe
+
+
+@pytest.mark.parametrize("status", [LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_FEATURE_NOT_ENABLED])
+async def test_what_would_be_refused_again_is_not_to_be_asked_again(answers: Answers, status: LLMStatusCode) -> None:
+    asked = answers.of_request(1)
+    answers.deliver(frames.Refuse(1, int(status), "never"), b"")
+    with pytest.raises(LLMException) as caught:
+        await asked
+    assert not caught.value.retry_safe
+
+
+async def test_a_sum_may_come_together_with_its_grant_and_is_there_when_it_is_waited_for(answers: Answers) -> None:
+    asked, digest = answers.of_request(1), answers.digest_of(1)
+    answers.deliver(grant(1), b"")
+    answers.deliver(frames.Digest(1, b"sum"), b"")
+    answers.deliver(frames.Digest(1, b"another"), b"")  # as no honest source says
+    await asked
+    assert await digest == b"sum"
+
+
+async def test_p10_sums_that_nobody_waits_for_are_dropped(answers: Answers) -> None:
+    assert answers.deliver(frames.Digest(5, b"sum"), b"")
+    digest = answers.digest_of(6)
+    answers.forget(6)
+    answers.deliver(frames.Digest(6, b"sum"), b"")
+    assert not digest.done()
+    asked, refused = answers.of_request(7), answers.digest_of(7)
+    answers.deliver(frames.Refuse(7, int(LLMStatusCode.LLM_FAILED), "no"), b"")
+    answers.deliver(frames.Digest(7, b"sum"), b"")
+    assert not refused.done()
+    with pytest.raises(LLMException):
+        await asked
+
+
+async def test_a_lost_connection_ends_every_wait(answers: Answers) -> None:
+    waiting: list[asyncio.Future[Any]] = [
+        answers.of_request(1),
+        answers.digest_of(1),
+        answers.of_offer(2, lambda: None),
+    ]
+    answers.fail(LLMException("lost", status_code=LINK_FAILED))
+    for one in waiting:
+        with pytest.raises(LLMException, match="lost"):
+            await one
+    answers.fail(LLMException("again", status_code=LINK_FAILED))  # nobody is left
+
+
+async def test_what_is_no_answer_is_handed_back(answers: Answers) -> None:
+    assert not answers.deliver(SAMPLES["Request"].message, b"")
+    assert answers.deliver(frames.Pong(3), b"")  # nobody waits for that one
