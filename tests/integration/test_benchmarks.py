@@ -38,6 +38,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("bench_pull", ["--growth"]),
         ("bench_blocks", []),
         ("bench_lag", []),
+        ("bench_verify", []),
         ("bench_deadline", []),
         ("bench_fairness", []),
     ],

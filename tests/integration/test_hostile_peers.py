@@ -248,7 +248,9 @@ async def test_requests_beyond_what_a_peer_may_have_in_flight_end_its_link() -> 
 
 
 async def test_a_peer_of_another_version_is_told_so_and_both_are_named() -> None:
-    words = f"the dialling side speaks protocol 7, the accepting side {frames.VERSION}; run releases that share one on both"
+    words = (
+        f"the dialling side speaks protocol 7, the accepting side {frames.VERSION}; run releases that share one on both"
+    )
     with event_log() as events:
         async with serving() as source:
             raw = await Raw.connect(source.listen_address)

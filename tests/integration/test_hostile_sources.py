@@ -223,7 +223,9 @@ async def test_an_acceptor_of_another_version_is_named() -> None:
         writer.close()
 
     server = await asyncio.start_server(newer, "127.0.0.1", 0)
-    words = f"the dialling side speaks protocol {frames.VERSION}, the accepting side 9; run releases that share one on both"
+    words = (
+        f"the dialling side speaks protocol {frames.VERSION}, the accepting side 9; run releases that share one on both"
+    )
     with event_log() as events:
         async with pulling() as puller:
             assert await link(puller, info(1, server.sockets[0].getsockname())) == FAILED

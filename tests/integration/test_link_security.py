@@ -15,6 +15,7 @@ from kvpull_async.protocol import frames
 from kvpull_async.protocol.session import Failed, Session
 from kvpull_async.status import LLMStatusCode
 from tests.hostile import (
+    MAGIC,
     OK,
     Raw,
     greet,
@@ -225,3 +226,14 @@ async def test_a_taken_port_fails_init_with_the_address_and_leaves_nothing() -> 
             await second.init(config.generate_options())
         assert caught.value.status_code == LLMStatusCode.LLM_FAILED
         await honest_client(source)
+
+
+async def test_a_slow_beginning_is_part_of_the_time_for_the_greeting() -> None:
+    """The first bytes late, and then silence: one handshake timeout in all, not one for each step."""
+    async with serving(handshake_timeout=2000) as source:
+        began = asyncio.get_running_loop().time()
+        raw = await Raw.connect(source.listen_address, b"")
+        await asyncio.sleep(1.7)
+        await raw.send(MAGIC + b"C")
+        assert await raw.rest() == b""
+        assert asyncio.get_running_loop().time() - began < 3.2  # it would be 3.7 otherwise
