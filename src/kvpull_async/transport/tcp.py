@@ -33,6 +33,7 @@ from kvpull_async.transport.base import (
     PathSeed,
     Transport,
 )
+from kvpull_async.transport.greetings import Greetings
 from kvpull_async.transport.stream import StreamPath
 from kvpull_async.transport.tcp_channel import READ_SIZE, TcpChannel, name_of, open_channel
 from kvpull_async.transport.tls import Certified, Tls
@@ -53,6 +54,7 @@ _ENDED: Final = 256
 """Links that have ended, and are still known by their tokens."""
 _GREETINGS: Final = 128
 _ACCEPT_PAUSE: Final = 0.05
+_TELLING_PAUSE: Final = 1.0
 _PACED, _UNPACED = b"bbr", b"reno"
 _KEPT_ALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -241,9 +243,11 @@ class _TcpListener(Listener):
         self._transport = transport
         self._sock = sock
         self._on_channel = on_channel
-        self._greetings: dict[asyncio.Task[None], None] = {}
+        self._greetings = Greetings(_GREETINGS)
         self._loop = asyncio.get_running_loop()
         self._paused: asyncio.TimerHandle | None = None
+        self._pushed_out = 0
+        self._telling: asyncio.TimerHandle | None = None
         self._listen()
 
     def _listen(self) -> None:
@@ -253,7 +257,7 @@ class _TcpListener(Listener):
     def _accept(self) -> None:
         """One connection per turn of the loop, so that others have theirs while peers queue up."""
         try:
-            sock, _ = self._sock.accept()
+            sock, (host, _) = self._sock.accept()
         except (BlockingIOError, InterruptedError):
             return  # the peer has gone again
         except OSError as error:  # out of descriptors: the backlog keeps the peers until there are some again
@@ -262,31 +266,41 @@ class _TcpListener(Listener):
             self._paused = self._loop.call_later(_ACCEPT_PAUSE, self._listen)
             return
         self._transport.adopt(sock)
-        if len(self._greetings) >= _GREETINGS:  # the oldest goes: an honest peer is through in milliseconds
-            oldest = next(iter(self._greetings))
-            del self._greetings[oldest]
-            oldest.cancel()
-            self._transport._log.warning("link.rejected", reason=f"over {_GREETINGS} unfinished greetings")
         sock.setblocking(False)
         task = self._loop.create_task(self._transport.greet(sock, self._on_channel), name="kvpull-greet")
-        self._greetings[task] = None
+        pushed_out = self._greetings.add(task, host)
+        if pushed_out is not None:
+            pushed_out.cancel()
+            self._pushed_out += 1
+            if self._telling is None:
+                self._tell()
         task.add_done_callback(self._greeted)
 
+    def _tell(self) -> None:
+        """Of those that were pushed out, once in a while: strangers must not fill the log."""
+        self._telling = None
+        if self._pushed_out:
+            reason = f"over {_GREETINGS} unfinished greetings, {self._pushed_out} pushed out"
+            self._transport._log.warning("link.rejected", reason=reason)
+            self._pushed_out = 0
+            self._telling = self._loop.call_later(_TELLING_PAUSE, self._tell)
+
     def _greeted(self, task: asyncio.Task[None]) -> None:
-        self._greetings.pop(task, None)
+        self._greetings.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._transport._log.error("link.accept_failed", reason=repr(error))
 
     async def aclose(self) -> None:
         if self._sock.fileno() < 0:
             return
-        if self._paused is not None:
-            self._paused.cancel()
+        for timer in (self._paused, self._telling):
+            if timer is not None:
+                timer.cancel()
         self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
-        for task in self._greetings:  # not at once: a task cancelled before it began would not close its socket
+        for task in self._greetings.all():  # not at once: a task cancelled before it began would not close its socket
             self._loop.call_soon(task.cancel)
-        await absorb(tuple(self._greetings), Deadline.after_ms(1000))
+        await absorb(self._greetings.all(), Deadline.after_ms(1000))
 
 
 class TcpPath(StreamPath):
