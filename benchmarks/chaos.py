@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from chaos_run import Plan, Run
-from chaos_schedule import schedule
-from chaos_verdict import Verdict
+from bad_days.run import Plan, Run
+from bad_days.schedule import schedule
+from bad_days.verdict import Verdict
 from figures import save
 
 _SHARE = 0.25

@@ -1,6 +1,6 @@
 """Floods against a real source: its memory, and what an honest peer and a new one notice of it.
 
-    python benchmarks/floods.py [--quick] [--only NAME] [--seconds N]
+    python benchmarks/floods.py [--quick] [--only NAME] [--seconds N] [--json FILE]
 
 Prints a line for each flood, and says whether every bound was kept. It must not know how the source defends itself.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from attackers import Target, attacker
-from figures import percentile, print_table
+from bad_days.attackers import Target, attacker
+from figures import percentile, print_table, save
 from kv_nodes import AwaitingNode, BlockingNode, entry_key
 from kvpull_async import CacheKey, LLMClusterInfo, LLMException, LLMRole
 from processes import Child
@@ -230,19 +230,24 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each flood")
     parser.add_argument("--only", action="append", help="floods whose name contains this")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that everything works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
     options = parser.parse_args()
-    rows, wrong = [], []
+    rows: list[list[str]] = []
+    wrong: list[str] = []
+    kept: dict[str, dict[str, Any]] = {}
     for flood in floods():
         if options.only and not any(text in flood.title for text in options.only):
             continue
         small = replace(flood, count=min(flood.count, 200)) if options.quick else flood
         patience = PATIENT_MS if options.quick else DEADLINE_MS
         found = run(small, seconds=2.0 if options.quick else options.seconds, deadline_ms=patience)
+        kept[flood.title] = found
         rows.append(row(small, found))
         print("  ".join(rows[-1]), file=sys.stderr, flush=True)
         wrong += [f"{flood.title}: {text}" for text in verdict(small, found, timed=not options.quick)]
     print_table("Floods", HEADS, rows)
     print("\n".join(wrong) or "every bound was kept")
+    save(options.json, options={name: str(value) for name, value in vars(options).items()}, floods=kept, broken=wrong)
     return 1 if wrong else 0
 
 

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from bad_days.soak_nodes import puller_side, source_side
 from figures import print_table, save
 from kvpull_async.testing.proxy import FaultProxy
 from processes import Child
-from soak_nodes import puller_side, source_side
 
 _TENTH: Final = 10
 """The first and the last tenth of the pulls are compared."""

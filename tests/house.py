@@ -34,7 +34,7 @@ LAYERS = (
     ("transport", "greeting", "offers", "aims"),
     ("lane",),
     ("linkage", "standing"),
-    ("dialling", "halves", "receipts", "routes", "turn"),
+    ("dialling", "halves", "pauses", "receipts", "routes", "turn"),
     ("link", "granting", "leasing", "receiving", "testing", "watching"),
     ("linked", "pull", "push", "serve"),
     ("links", "listening"),

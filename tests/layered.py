@@ -12,7 +12,6 @@ LAYERED = CacheDesc(2 * LAYERS, [4, 1024 * 1024], DataType.DT_UINT8)
 """Its pulls are streamed, two pieces of 1 MiB a layer."""
 FLAT = CacheDesc(2 * LAYERS, [4, 1024], DataType.DT_UINT8)
 """Its pulls ride inside the answer."""
-CANARY = 0xA5
 
 
 def key(entry: int = 0) -> CacheKey:
@@ -25,12 +24,3 @@ def layer_holds(cache: Any, layer: int, *, source: int, entry: int = 0, from_lay
     arrays = duo.arrays(cache)
     tensors = (2 * layer, 2 * layer + 1)
     return all(bool((arrays[tensor][entry] == duo.pattern(tensor + shift, source)).all()) for tensor in tensors)
-
-
-def set_canary(cache: Any) -> None:
-    for array in duo.arrays(cache):
-        array[:] = CANARY
-
-
-def intact(cache: Any) -> bool:
-    return all(bool((array == CANARY).all()) for array in duo.arrays(cache))

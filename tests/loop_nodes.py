@@ -83,11 +83,11 @@ def event_log() -> Iterator[EventLog]:
         logger.setLevel(level)
 
 
-async def eventually(condition: Callable[[], bool], what: str = "it") -> None:
+async def eventually(condition: Callable[[], bool], what: str | Callable[[], str] = "it") -> None:
     """Wait until another thread or the loop has made the condition true."""
     give_up = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < give_up, f"never happened: {what}"
+        assert time.monotonic() < give_up, f"never happened: {what if isinstance(what, str) else what()}"
         await asyncio.sleep(0.002)
 
 

@@ -32,8 +32,9 @@ class Addresses:
         self._entries: dict[int, Entry] = {}
         self._begins, self._ends, self._owners, self._crowds = np.zeros((4, _FEW), np.int64)
         self._used = self._dead = 0
-        self._allowed: dict[frozenset[int] | None, int] = {None: 0}
-        """Who may know of a row, with the number of that crowd."""
+        self._allowed: list[frozenset[int] | None] = [None]
+        """Who may know of a row, by the number of that crowd."""
+        self._numbers: dict[frozenset[int] | None, int] = {None: 0}
 
     def add(self, entry: Entry) -> None:
         """A cache that is younger than all that are in the table."""
@@ -43,9 +44,15 @@ class Addresses:
         self._begins[first:last] = [min(region.address, _TOP) for region in entry.regions]
         self._ends[first:last] = [min(region.address + region.nbytes, _TOP) for region in entry.regions]
         self._owners[first:last] = entry.cache_id
-        self._crowds[first:last] = self._allowed.setdefault(entry.allowed, len(self._allowed))
+        self._crowds[first:last] = self._number(entry.allowed)
         self._used = last
         self._entries[entry.cache_id] = entry
+
+    def _number(self, allowed: frozenset[int] | None) -> int:
+        number = self._numbers.setdefault(allowed, len(self._allowed))
+        if number == len(self._allowed):
+            self._allowed.append(allowed)
+        return number
 
     def remove(self, entry: Entry) -> None:
         """Nothing happens if it is not in the table."""
@@ -78,22 +85,31 @@ class Addresses:
         points = addresses[order]
         begins, lasts = self._begins[: self._used], self._ends[: self._used] - nbytes
         rows = np.flatnonzero((begins <= points[-1]) & (lasts >= points[0]))
-        if len(self._allowed) > 1:
-            rows = rows[np.array([may_know(allowed, peer) for allowed in self._allowed])[self._crowds[rows]]]
         low, high = np.searchsorted(points, begins[rows]), np.searchsorted(points, lasts[rows], "right")
         some = high > low  # the points low..high lie in that tensor
+        if len(self._allowed) > 1:
+            some[some] = self._known(rows[some], peer)
         result = np.empty_like(addresses)
         result[order] = _youngest(rows[some], low[some], high[some], count=points.size)
         return result
 
+    def _known(self, rows: Numbers, peer: int | None) -> NDArray[np.bool_]:
+        """Whether the peer may know of each row."""
+        crowds, numbers = np.unique(self._crowds[rows], return_inverse=True)
+        return np.array([may_know(self._allowed[crowd], peer) for crowd in crowds.tolist()], np.bool_)[numbers]
+
     def _resize(self, room: int) -> None:
-        """With room for so many rows, and without those of caches that are no more."""
+        """With room for so many rows, and without those of caches that are no more, and their crowds."""
         alive = np.flatnonzero(self._ends[: self._used] >= 0)
         old = (self._begins, self._ends, self._owners, self._crowds)
         self._begins, self._ends, self._owners, self._crowds = new = np.zeros((4, room), np.int64)
         for before, after in zip(old, new, strict=True):
             after[: alive.size] = before[alive]
         self._used, self._dead = alive.size, 0
+        crowds, numbers = np.unique(np.append(self._crowds[: alive.size], 0), return_inverse=True)  # 0: everyone
+        self._crowds[: alive.size] = numbers[:-1]
+        self._allowed = [self._allowed[crowd] for crowd in crowds.tolist()]
+        self._numbers = {allowed: number for number, allowed in enumerate(self._allowed)}
 
     def __repr__(self) -> str:
         return f"<Addresses caches={len(self._entries)} rows={self._used - self._dead}>"

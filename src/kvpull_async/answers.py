@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,18 +12,16 @@ from kvpull_async._prompt import Prompt
 from kvpull_async._workers import resolve
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
-from kvpull_async.status import LLMException, LLMStatusCode, fresh, status_of
+from kvpull_async.status import LLMException, LLMStatusCode, fresh, status_of, worth_repeating
 
-__all__ = ["Answer", "Answers", "Watched"]
+__all__ = ["Answer", "Answers"]
 
 Answer = tuple[frames.Grant, "bytes | memoryview"]
 """The payload may be a view of a buffer, and is then gone when whoever asked waits for something else."""
-_FOR_EVER = (LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
-"""With these the same request would be refused again."""
 
 
 @dataclass
-class Watched:
+class _Watched:
     """A watch, and those who wait for what it names."""
 
     request_id: int
@@ -37,12 +36,12 @@ class Answers:
         self._peer = peer
         self._asked: dict[int, Prompt[Answer]] = {}
         self._digests: dict[int, asyncio.Future[bytes]] = {}
-        self._offered: dict[int, tuple[Callable[[], None], Prompt[frames.Result]]] = {}
-        self.watched: dict[object, Watched] = {}
-        self.names: dict[int, object] = {}
+        self._results: dict[int, tuple[Callable[[], None] | None, Prompt[frames.Result]]] = {}
+        self._watched: dict[object, _Watched] = {}
+        self._names: dict[int, object] = {}
         """Of the watches, by request."""
-        self.pongs: dict[int, asyncio.Future[None]] = {}
-        self.checks: dict[bytes, asyncio.Future[bool]] = {}
+        self._pongs: dict[int, asyncio.Future[None]] = {}
+        self._checks: dict[bytes, asyncio.Future[bool]] = {}
 
     def of_request(self, request_id: int) -> Prompt[Answer]:
         """The future of its answer; LLMException when it is refused."""
@@ -54,16 +53,63 @@ class Answers:
         digest = self._digests[request_id] = self._loop.create_future()
         return digest
 
-    def of_offer(self, request_id: int, accepted: Callable[[], None]) -> Prompt[frames.Result]:
+    def of_result(self, request_id: int, accepted: Callable[[], None] | None = None) -> Prompt[frames.Result]:
+        """The future of what came of an offer, whose bytes the peer may wait for with `accepted` before, or a lease."""
         result: Prompt[frames.Result] = Prompt(loop=self._loop)
-        self._offered[request_id] = (accepted, result)
+        self._results[request_id] = (accepted, result)
         return result
+
+    @contextmanager
+    def of_ping(self, number: int) -> Iterator[asyncio.Future[None]]:
+        """The future of its pong, for as long as this is entered."""
+        pong = self._pongs[number] = self._loop.create_future()
+        try:
+            yield pong
+        finally:
+            self._pongs.pop(number, None)
+
+    @contextmanager
+    def of_check(self, grant_id: bytes) -> Iterator[asyncio.Future[bool]]:
+        """The future of whether the grant is valid, for as long as this is entered."""
+        check = self._checks[grant_id] = self._loop.create_future()
+        try:
+            yield check
+        finally:
+            self._checks.pop(grant_id, None)
+
+    @property
+    def watches(self) -> int:
+        """How many names are watched."""
+        return len(self._watched)
+
+    def of_watch(self, name: object, begin: Callable[[], int]) -> asyncio.Future[None]:
+        """The future of the appearance of what is named. Unless it is watched already `begin` asks for that, and says
+        with which request.
+        """
+        watched = self._watched.get(name)
+        if watched is None:
+            watched = self._watched[name] = _Watched(begin())
+            self._names[watched.request_id] = name
+        appeared: asyncio.Future[None] = self._loop.create_future()
+        watched.futures.add(appeared)
+        return appeared
+
+    def unwatch(self, name: object, appeared: asyncio.Future[None]) -> int | None:
+        """That one waits no more. The request, if it was the last one and nothing has come of it."""
+        watched = self._watched.get(name)
+        if watched is None or appeared not in watched.futures:
+            return None
+        watched.futures.remove(appeared)
+        if watched.futures:
+            return None
+        del self._watched[name], self._names[watched.request_id]
+        return watched.request_id
 
     def forget(self, request_id: int) -> None:
         """Nobody waits for its answer any more."""
         self._asked.pop(request_id, None)
         self._digests.pop(request_id, None)
-        self._offered.pop(request_id, None)
+        self._results.pop(request_id, None)
 
     def deliver(self, message: Message, tail: bytes | memoryview) -> bool:
         """False for what is no answer."""
@@ -76,13 +122,13 @@ class Answers:
         elif isinstance(message, (frames.Accept, frames.Result)):
             self._taken(message)
         elif isinstance(message, frames.Appeared):
-            watched = self.watched.pop(self.names.pop(message.request_id, None), None)
+            watched = self._watched.pop(self._names.pop(message.request_id, None), None)
             for appeared in () if watched is None else watched.futures:
                 resolve(appeared)
         elif isinstance(message, frames.Pong):
-            resolve(self.pongs.get(message.number))
+            resolve(self._pongs.get(message.number))
         elif isinstance(message, frames.Checked):
-            check = self.checks.get(message.grant_id)
+            check = self._checks.get(message.grant_id)
             if check is not None and not check.done():
                 check.set_result(message.valid)
         else:
@@ -98,29 +144,32 @@ class Answers:
         else:
             self._digests.pop(message.request_id, None)
             answer.set_exception(self._refusal(message))
+            answer.exception()  # who asked may be about to end for another reason
 
     def _taken(self, message: frames.Accept | frames.Result) -> None:
-        accepted, result = self._offered.get(message.request_id, (None, None))
-        if result is None or accepted is None or result.done():
+        accepted, result = self._results.get(message.request_id, (None, None))
+        if result is None or result.done():
             return
         if isinstance(message, frames.Accept):
-            accepted()
+            if accepted is not None:
+                accepted()
         else:
-            del self._offered[message.request_id]
+            del self._results[message.request_id]
             result.hand(message)
 
     def _refusal(self, message: frames.Refuse) -> LLMException:
         status = status_of(message.status)
         if status is LLMStatusCode.LLM_SUCCESS:  # a refusal is never a success
             status = LLMStatusCode.LLM_FAILED
-        return LLMException(message.reason, status_code=status, peer=self._peer, retry_safe=status not in _FOR_EVER)
+        again = worth_repeating(status)
+        return LLMException(message.reason, status_code=status, peer=self._peer, retry_safe=again)
 
     def fail(self, error: LLMException) -> None:
         """None of them will come: the connection is lost."""
-        waiting: list[asyncio.Future[Any]] = [*self._asked.values(), *(result for _, result in self._offered.values())]
-        waiting += [*self._digests.values(), *self.pongs.values(), *self.checks.values()]
-        waiting += [appeared for watch in self.watched.values() for appeared in watch.futures]
-        for table in (self._asked, self._digests, self._offered, self.watched, self.names):
+        waiting: list[asyncio.Future[Any]] = [*self._asked.values(), *(result for _, result in self._results.values())]
+        waiting += [*self._digests.values(), *self._pongs.values(), *self._checks.values()]
+        waiting += [appeared for watch in self._watched.values() for appeared in watch.futures]
+        for table in (self._asked, self._digests, self._results, self._watched, self._names):
             table.clear()
         for future in waiting:
             if not future.done():
@@ -128,4 +177,4 @@ class Answers:
                 future.exception()  # who asked may have been cancelled meanwhile
 
     def __repr__(self) -> str:
-        return f"<Answers asked={len(self._asked)} offered={len(self._offered)} watched={len(self.watched)}>"
+        return f"<Answers asked={len(self._asked)} results={len(self._results)} watched={len(self._watched)}>"

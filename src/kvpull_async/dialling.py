@@ -29,7 +29,7 @@ _CONNECTING: Final = 0.5
 """Seconds that the system may take to connect to one of several addresses."""
 _LEFT_ALONE: Final = 10.0
 """Seconds that an address is left out after it was silent, as long as there are others."""
-_UNREACHABLE: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH)
+_NO_HOST: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 async def dial(context: LinkContext, cluster_id: int, address: Address, deadline: Deadline) -> Connection:
@@ -80,7 +80,7 @@ async def _somewhere(
             until = time.monotonic() + _LEFT_ALONE
             if isinstance(error, asyncio.TimeoutError):
                 context.silent[address] = until
-            elif isinstance(error, OSError) and error.errno in _UNREACHABLE:
+            elif isinstance(error, OSError) and error.errno in _NO_HOST:
                 context.silent.update({other: until for other in addresses if other[0] == address[0]})
             if deadline.expired or getattr(error, "status_code", None) == LLMStatusCode.LLM_ALREADY_LINK:
                 raise  # the right peer said this

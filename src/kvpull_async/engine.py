@@ -174,7 +174,7 @@ class Engine:
             self.log.warning("config.weak_secret", reason=f"a link secret has fewer than {WEAK_BELOW} bytes")
         if self.settings.listen is not None:
             await self.listen(self.settings.listen)
-        if self.settings.allow_insecure_network:
+        if self.settings.allow_insecure_network and not self.settings.authenticates:
             self.log.warning("link.insecure", reason="allow_insecure_network is on: peers are not authenticated")
 
     async def listen(self, address: Address) -> None:

@@ -48,10 +48,10 @@ class Keys:
     async def renew_key(self, cache_key: CacheKey, lease: int, *, timeout: float | None = None) -> None:
         """Keep a key for `lease` ms (1 to 2**31-1) from now on. New here.
 
-        On the node that has it (`cache_key.cluster_id` is its own) this is its new end, sooner or later than the old
-        one, also for a key that had none. A peer can only put the end off, and a key without a lease has none. For that
-        it asks the linked cluster that the key names: one round trip, beside its pulls, at most `timeout` ms long
-        (without it `sync_kv_timeout`).
+        On the node that has it (`cache_key.cluster_id` is its own, and no linked peer's) this is its new end, sooner or
+        later than the old one, also for a key that had none. A peer can only put the end off, and a key without a lease
+        has none. For that it asks the linked cluster that the key names, even one with its own id: one round trip,
+        beside its pulls, at most `timeout` ms long (without it `sync_kv_timeout`).
 
         Errors: TypeError, ValueError; LLMException with LLM_KV_CACHE_NOT_EXIST (its message says what became of the
         key), LLM_PARAM_INVALID (also for a `CacheKeyByIdAndIndex`), LLM_NOT_YET_LINK, LLM_LINK_FAILED; LLMTimeoutError

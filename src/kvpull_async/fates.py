@@ -28,22 +28,25 @@ class Fates:
     def __init__(self, *, limit: int = _LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._clock = clock
-        self._known: OrderedDict[KeyId, tuple[str, float, frozenset[int] | None]] = OrderedDict()
+        self._known: OrderedDict[tuple[KeyId, bool], tuple[str, float, frozenset[int] | None]] = OrderedDict()
+        """By name, and whether the cache was open to some clusters only: what those hear is no news to the others."""
         self._forgot = False
 
     def note(self, name: KeyId, what: str, entry: Entry, *, since: float | None = None) -> None:
         """`since` is when it happened; now, unless it is given."""
-        self._known[name] = (what, self._clock() if since is None else since, entry.allowed)
-        self._known.move_to_end(name)
+        place = (name, entry.allowed is not None)
+        self._known[place] = (what, self._clock() if since is None else since, entry.allowed)
+        self._known.move_to_end(place)
         if len(self._known) > self._limit:
             self._known.popitem(last=False)
             self._forgot = True
 
     def of(self, name: KeyId, *, peer: int | None) -> str:
         """For a peer, or with None for this node itself. Who may not know of a cache hears nothing of its keys."""
-        found = self._known.get(name)
-        if found is not None and may_know(found[2], peer):
-            what, since, _ = found
+        found = [self._known[place] for place in ((name, False), (name, True)) if place in self._known]
+        known = [(since, what) for what, since, allowed in found if may_know(allowed, peer)]
+        if known:
+            since, what = max(known)
             return f"{what} {round((self._clock() - since) * 1000)} ms ago"
         return f"never published, or not among the last {self._limit} that went" if self._forgot else "never published"
 

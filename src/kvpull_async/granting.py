@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from kvpull_async import sums
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Workers
 from kvpull_async.lane import Lane
@@ -20,18 +19,18 @@ from kvpull_async.offers import Offer
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Pin, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.summing import Summing, at_once
+from kvpull_async.summing import Summed
 from kvpull_async.sums import Sum
 from kvpull_async.transport.base import DataPath, Transfer, moved
 
-__all__ = ["Granted", "new_sum"]
+__all__ = ["Granted"]
 
 _MOST: Final = 1024
 """Most grants that a peer may leave open on a link: pulls run one at a time, so an honest one has few."""
 
 
 @dataclass
-class _Lease:
+class _Open:
     """A grant whose memory is still pinned."""
 
     request_id: int
@@ -41,13 +40,8 @@ class _Lease:
     timer: asyncio.TimerHandle
 
 
-def new_sum(request: frames.Request) -> Sum | None:
-    """The sum that a request asks for; LLMException if there is no such one here."""
-    return sums.begin(request.verify, where="the source") if request.verify else None
-
-
 class Granted:
-    """Of one lane."""
+    """Keeps what one lane has granted pinned for as long as somebody may read it."""
 
     def __init__(
         self,
@@ -65,14 +59,14 @@ class Granted:
         self._workers = workers
         self._log_of = log_of
         self._counters = counters
-        self._leases: dict[bytes, _Lease] = {}
+        self._open: dict[bytes, _Open] = {}
         self._last: tuple[int, Transfer] | None = None
 
     def __contains__(self, grant_id: bytes) -> bool:
-        return grant_id in self._leases
+        return grant_id in self._open
 
     def __len__(self) -> int:
-        return len(self._leases)
+        return len(self._open)
 
     def lend(self, offer: Offer) -> Batches:
         backend, regions = self._registry.backend, offer.entry.regions
@@ -82,70 +76,74 @@ class Granted:
         self, request: frames.Request, grant: frames.Grant, offer: Offer, ends: Deadline, growing: Sum | None
     ) -> None:
         """By other means than the grant itself: the source sends, or with a ticket the puller reads."""
-        lease, summing = self._lease(request, grant, offer, ends), None
+        lease, summed = self._lease(request, grant, offer, ends), None
         try:
             await self._lane.send(grant)
             if growing is not None:
-                summing = self._summing(offer, growing)
+                summed = self._summed(offer, growing)
             await moved(lease.transfer)
         except BaseException:
-            if summing is not None:
-                summing.abort()
+            if summed is not None:
+                self._say(request, summed, b"")
             lease.transfer.abort()
             await absorb([lease.transfer.settled], Deadline.after_ms(1000))
             self._end(lease)
             raise
         if grant.ticket is None:
             self._end(lease)
-        if summing is not None:
-            await self._tell(request, summing)
+        if summed is not None:
+            await self._tell(request, summed)
 
     def cancel(self, request_id: int) -> None:
         """The puller has given up."""
         if self._last is not None and self._last[0] == request_id:
             self._last[1].abort()
-        for lease in [lease for lease in self._leases.values() if lease.request_id == request_id]:
+        for lease in [lease for lease in self._open.values() if lease.request_id == request_id]:
             self._withdraw(lease.grant_id)
 
     def done(self, grant_id: bytes) -> None:
         """The puller has every byte of it."""
-        lease = self._leases.get(grant_id)
+        lease = self._open.get(grant_id)
         if lease is not None:
             self._end(lease)
 
     def abort(self) -> None:
         """The lane is over: give the pins back as it settles."""
-        for grant_id in list(self._leases):
+        for grant_id in list(self._open):
             self._withdraw(grant_id)
 
     # -- sums -------------------------------------------------------------------------------------------------------
 
-    async def sum(self, request: frames.Request, offer: Offer, growing: Sum, *, rows: int) -> None:
+    async def sum(self, request: frames.Request, offer: Offer, growing: Sum) -> None:
         """Say what the bytes sum to here. The memory must be held while this is called."""
-        if at_once(offer.nbytes, rows, direct=self._registry.backend.direct):
-            self._lane.post(frames.Digest(request.request_id, sums.sum_of(growing, self.lend(offer))))
-        else:
-            await self._tell(request, self._summing(offer, growing))
+        await self._tell(request, self._summed(offer, growing))
 
-    def _summing(self, offer: Offer, growing: Sum) -> Summing:
-        return Summing(growing, self.lend(offer), [offer.entry], self._workers)
+    def _summed(self, offer: Offer, growing: Sum) -> Summed:
+        lending, direct = self.lend(offer), self._registry.backend.direct
+        return Summed(
+            growing, lending, [offer.entry], self._workers, nbytes=offer.nbytes, rows=offer.rows, direct=direct
+        )
 
-    async def _tell(self, request: frames.Request, summing: Summing) -> None:
+    async def _tell(self, request: frames.Request, summed: Summed) -> None:
         """Whatever comes of it the puller, which waits for it, hears something."""
         digest = b""
         try:
-            digest = await summing.digest()
+            digest = await summed.digest()
         except (LLMException, OSError) as error:
             log = self._log_of(request)
             log.info("serve.not_summed", sum=request.verify, reason=str(error))
         finally:
-            summing.abort()
-            self._lane.post(frames.Digest(request.request_id, digest))
+            self._say(request, summed, digest)
+
+    def _say(self, request: frames.Request, summed: Summed, digest: bytes) -> None:
+        """The end of a sum; b"" for none."""
+        summed.abort()
+        self._lane.post(frames.Digest(request.request_id, digest))
 
     # -- leases -----------------------------------------------------------------------------------------------------
 
-    def _lease(self, request: frames.Request, grant: frames.Grant, offer: Offer, ends: Deadline) -> _Lease:
-        if len(self._leases) >= _MOST:
+    def _lease(self, request: frames.Request, grant: frames.Grant, offer: Offer, ends: Deadline) -> _Open:
+        if len(self._open) >= _MOST:
             self._path.release(grant.grant_id)
             raise LLMException(
                 f"{_MOST} grants of this link are not over yet",
@@ -157,30 +155,30 @@ class Granted:
         pin = offer.entry.pin(partial(self._withdraw, grant.grant_id))
         loop, log = asyncio.get_running_loop(), self._log_of(request)
         timer = loop.call_later(ends.remaining, self._expire, grant.grant_id, log)
-        lease = self._leases[grant.grant_id] = _Lease(request.request_id, grant.grant_id, pin, transfer, timer)
+        lease = self._open[grant.grant_id] = _Open(request.request_id, grant.grant_id, pin, transfer, timer)
         return lease
 
     def _withdraw(self, grant_id: bytes) -> None:
         """The cache is being taken away: it may go once this side reads it no more, whatever the puller does."""
-        lease = self._leases.get(grant_id)
+        lease = self._open.get(grant_id)
         if lease is not None:
             lease.transfer.abort()
             self._end(lease)
 
     def _expire(self, grant_id: bytes, log: Log) -> None:
-        lease = self._leases.get(grant_id)
+        lease = self._open.get(grant_id)
         if lease is not None:
             self._counters.add("leases_expired")
             log.warning("serve.lease_expired")
             self._withdraw(grant_id)
 
-    def _end(self, lease: _Lease) -> None:
+    def _end(self, lease: _Open) -> None:
         """The memory may go once nothing reads it any more."""
-        if self._leases.pop(lease.grant_id, None) is None:
+        if self._open.pop(lease.grant_id, None) is None:
             return
         lease.timer.cancel()
         self._path.release(lease.grant_id)
         lease.transfer.settled.add_done_callback(lambda _: lease.pin.release())
 
     def __repr__(self) -> str:
-        return f"<Granted leases={len(self._leases)}>"
+        return f"<Granted open={len(self._open)}>"

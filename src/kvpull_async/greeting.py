@@ -22,7 +22,7 @@ class Greeting:
     def __init__(self, channel: ControlChannel, session: Session, *, log: Log) -> None:
         self.channel = channel
         self.session = session
-        session.speaks_for = channel.speaks_for
+        session.misfit = self._misfit
         self._log = log
 
     async def dial(self, deadline: Deadline) -> Peer:
@@ -30,7 +30,8 @@ class Greeting:
         self.session.start()
         event = await self._greeting(deadline)
         assert isinstance(event, Ready)
-        self._identify(event.peer)
+        if misfit := self._misfit(event.peer.cluster_id):
+            raise LLMException(misfit, status_code=LLMStatusCode.LLM_LINK_FAILED, peer=self.channel.peer)
         return event.peer
 
     async def accept(self, deadline: Deadline) -> Peer:
@@ -40,18 +41,13 @@ class Greeting:
             raise LLMException(self.channel.unfit, status_code=LLMStatusCode.LLM_LINK_FAILED, peer=self.channel.peer)
         event = await self._greeting(deadline)
         assert isinstance(event, Asked)
-        try:
-            self._identify(event.peer)
-        except LLMException as error:
-            await self.reject(LLMStatusCode.LLM_LINK_FAILED, str(error))
-            raise
         return event.peer
 
-    def _identify(self, peer: Peer) -> None:
-        """LLMException unless the peer may be who it says it is."""
-        if not self.channel.speaks_for(peer.cluster_id):
-            reason = f"the certificate of {self.channel.peer} does not name kvpull:cluster:{peer.cluster_id}"
-            raise LLMException(reason, status_code=LLMStatusCode.LLM_LINK_FAILED, peer=self.channel.peer)
+    def _misfit(self, cluster_id: int) -> str:
+        """Why the peer cannot be who it says it is, or ""."""
+        if self.channel.speaks_for(cluster_id):
+            return ""
+        return f"the certificate of {self.channel.peer} does not name kvpull:cluster:{cluster_id}"
 
     def welcome(self, *, token: bytes, offers: Sequence[tuple[str, bytes]] = ()) -> Peer:
         """Let the peer in. LLMException when it sent more before it was answered, which no honest peer does."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Final
 
 from kvpull_async._deadline import Deadline
 from kvpull_async._prompt import Prompt
-from kvpull_async.answers import Answer, Answers, Watched
+from kvpull_async.answers import Answer, Answers
 from kvpull_async.greeting import Greeting
 from kvpull_async.observe import Log
 from kvpull_async.protocol import frames
@@ -82,12 +83,12 @@ class Lane(Greeting):
     ) -> tuple[int, bytes, Prompt[frames.Result]]:
         """The same for an offer; `accepted` is called when the peer waits for its bytes on the data path."""
         request_id, data = self._register(offer, *tail, kind=frames.Offer)
-        return request_id, data, self._answers.of_offer(request_id, accepted)
+        return request_id, data, self._answers.of_result(request_id, accepted)
 
     def lease(self, lease: Callable[[int], frames.Lease]) -> tuple[int, bytes, Prompt[frames.Result]]:
         """The same for a lease, which the peer answers at once."""
         request_id, data = self._register(lease, kind=frames.Lease)
-        return request_id, data, self._answers.of_offer(request_id, _nothing)
+        return request_id, data, self._answers.of_result(request_id)
 
     async def appeared(self, name: object, watch: Callable[[int], frames.Watch]) -> None:
         """Wait until the peer has what is named. Those who wait for one name share a watch.
@@ -95,25 +96,21 @@ class Lane(Greeting):
         LLMException: the connection is lost, or (LLM_LINK_BUSY) too many names are waited for.
         """
         self._check()
-        watched, names = self._answers.watched, self._answers.names
-        waiting = watched.get(name)
-        if waiting is None:
-            if len(watched) >= WATCHES_LIMIT:
-                reason = f"{WATCHES_LIMIT} names are waited for on the link already"
-                raise LLMException(reason, status_code=LLMStatusCode.LLM_LINK_BUSY, retry_safe=True)
-            request_id, data = self._register(watch, kind=frames.Watch)
-            waiting = watched[name] = Watched(request_id)
-            names[request_id] = name
-            self.channel.post(data)
-        appeared: asyncio.Future[None] = self._loop.create_future()
-        waiting.futures.add(appeared)
+        appeared = self._answers.of_watch(name, partial(self._watch, watch))
         try:
             await appeared
         finally:
-            waiting.futures.discard(appeared)
-            if not waiting.futures and names.pop(waiting.request_id, None) is not None:
-                del watched[name]
-                self.give_up(waiting.request_id, tell=True)
+            request_id = self._answers.unwatch(name, appeared)
+            if request_id is not None:
+                self.give_up(request_id, tell=True)
+
+    def _watch(self, watch: Callable[[int], frames.Watch]) -> int:
+        if self._answers.watches >= WATCHES_LIMIT:
+            reason = f"{WATCHES_LIMIT} names are waited for on the link already"
+            raise LLMException(reason, status_code=LLMStatusCode.LLM_LINK_BUSY, retry_safe=True)
+        request_id, data = self._register(watch, kind=frames.Watch)
+        self.channel.post(data)
+        return request_id
 
     def _register(
         self, make: Callable[[int], Asking], *tail: bytes | memoryview, kind: type[Asking] = frames.Request
@@ -184,24 +181,17 @@ class Lane(Greeting):
         self._check()
         self._pings += 1
         number = self._pings
-        self._answers.pongs[number] = pong = asyncio.get_running_loop().create_future()
-        try:
+        with self._answers.of_ping(number) as pong:
             async with deadline.scope():
                 await self.send(frames.Ping(number))
                 await pong
-        finally:
-            self._answers.pongs.pop(number, None)
 
     async def check(self, grant_id: bytes) -> bool:
         """Whether the source has held the memory of a grant until now. One round trip; LLMException when it is lost."""
         self._check()
-        check: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._answers.checks[grant_id] = check
-        try:
+        with self._answers.of_check(grant_id) as check:
             await self.send(frames.Check(grant_id))
             return await check
-        finally:
-            self._answers.checks.pop(grant_id, None)
 
     def abort(self, reason: str = "the link was closed") -> None:
         """Break the connection now; everything that waits on it ends with an LLMException."""
@@ -295,18 +285,16 @@ class Lane(Greeting):
 
     def _dispatch(self) -> bool:
         """Hand out what arrived; False when the session has failed."""
+        answered = self._answers.deliver
         while (event := self.session.next_event()) is not None:
             if isinstance(event, Failed):
                 self._end(self._broken(event.reason, event.status))
                 return False
             assert isinstance(event, Received)
-            self._deliver(event.message, event.tail)
+            if not answered(event.message, event.tail):
+                assert self._on_message is not None
+                self._on_message(event.message, bytes(event.tail))
         return True
-
-    def _deliver(self, message: Message, tail: bytes | memoryview) -> None:
-        if not self._answers.deliver(message, tail):
-            assert self._on_message is not None
-            self._on_message(message, bytes(tail))
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -337,7 +325,3 @@ class Lane(Greeting):
 
     def __repr__(self) -> str:
         return f"<Lane {self.channel.peer} {self.session!r}>"
-
-
-def _nothing() -> None:
-    """A lease has no bytes for which its receiver could be ready."""

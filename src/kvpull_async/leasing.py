@@ -14,8 +14,6 @@ from kvpull_async.status import LLMException, LLMStatusCode
 
 __all__ = ["Leasing", "give_up", "renew"]
 
-_REASON_LIMIT = 1000
-
 
 def renew(registry: Registry, name: KeyId, seconds: float, *, peer: int | None = None) -> None:
     """The key ends so many seconds from now. A peer only puts the end off; a key without an end keeps none then.
@@ -43,7 +41,7 @@ def _found(registry: Registry, name: KeyId, peer: int | None) -> Binding:
     registry.drain_drops()
     binding = registry.find_key(name, peer=peer)
     if binding is None:
-        missing = registry.missing(name, peer=peer)
+        missing = registry.missing(name, peer=peer, near=peer is None)  # a peer may ask for very many at once
         raise LLMException(missing, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
     return binding
 
@@ -66,11 +64,11 @@ class Leasing:
             self._do(lease, log)
         except LLMException as error:
             status, reason = LLMStatusCode(error.status_code), str(error)
-            log.info("serve.lease_refused", status=status.name, reason=reason)
+            log.info("serve.key_refused", status=status.name, reason=reason)
         else:
             status, reason = LLMStatusCode.LLM_SUCCESS, ""
         self._lane.session.end_request(lease.request_id)
-        self._lane.post(frames.Result(lease.request_id, int(status), reason[:_REASON_LIMIT], unsafe=False))
+        self._lane.post(frames.Result(lease.request_id, int(status), reason[: frames.REASON_LIMIT], unsafe=False))
 
     def _do(self, lease: frames.Lease, log: Log) -> None:
         if lease.key not in ("request", "prefix"):

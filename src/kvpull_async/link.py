@@ -6,8 +6,6 @@ It must not know managers, caches' contents or concrete transports. Used by the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 import time
 from functools import partial
 from typing import Final
@@ -17,8 +15,9 @@ from kvpull_async._workers import Workers
 from kvpull_async.dialling import dial
 from kvpull_async.fifo import Fifo
 from kvpull_async.lane import Lane
-from kvpull_async.linkage import Connection, LinkContext, LinkState, Server, first, reconnect_error, text
+from kvpull_async.linkage import Connection, LinkContext, LinkState, Server, away, first, reconnect_error, text
 from kvpull_async.observe import Report
+from kvpull_async.pauses import Pauses
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
 from kvpull_async.protocol.session import Peer
@@ -29,14 +28,16 @@ from kvpull_async.status import LLMException, LLMStatusCode, fresh
 from kvpull_async.transport.base import Address, DataPath
 from kvpull_async.turn import Turn
 
-__all__ = ["Link"]
+__all__ = ["KEYS_AT_ONCE", "Link"]
 
-_BACKOFF: Final = (0.02, 2.0)
-"""Seconds before the second and, at most, before any later attempt to reconnect: never longer than a heartbeat."""
+KEYS_AT_ONCE: Final = 16
+"""Most keys that are being renewed or released at the peer at a time: a share of the requests that it lets be open."""
 _RETURNS: Final = 5.0
 """Seconds after a loss within which the side that dialled is the one to bring the link back."""
 _INCOMING_KEPT: Final = 30.0
 """Seconds that a link which the peer dialled waits for that peer to come back."""
+_HEARD: Final = 0.1
+"""Seconds that a peer has to hear a goodbye before the connection is closed: else it could take that for a loss."""
 
 
 class Link:
@@ -61,12 +62,12 @@ class Link:
         self._paths: dict[int, DataPath] = {}
         self._server: Server | None = None
         self._unacknowledged = Receipts()
-        self._finalized = False
-        """Whether the peer has said that it ends, and may be found again at its address."""
+        self.key_turns: asyncio.Semaphore = asyncio.Semaphore(KEYS_AT_ONCE)
+        self._finalized = False  # whether the peer has said that it ends, and may be found again at its address
         self._bye: asyncio.Future[None] | None = None
         self.standing: Standings = Standings(lambda reads: self._lanes[self._own_lane].post(reads))  # noqa: PLW0108  (come later)
         self._watchers: set[asyncio.Future[LLMException | None]] = set()
-        self._poke = asyncio.Event()
+        self._pauses = Pauses(settings.heartbeat_interval_ms / 1000)
         self._reconnecting: asyncio.Task[None] | None = None
         self.lost_at: float = 0.0  # by `time.monotonic`
         self._losses = 0
@@ -142,7 +143,7 @@ class Link:
         while self.state is not LinkState.READY:
             if self._closed_with is not None:
                 raise fresh(self._closed_with)
-            self._poke.set()
+            self._pauses.hurry()
             trouble = await self._watch(deadline)
             if trouble and time.monotonic() - self.lost_at > self._context.settings.reconnect_grace_ms / 1000:
                 self._fifo.fail_waiters(trouble)  # not an attempt for each of those that wait behind this one
@@ -192,15 +193,15 @@ class Link:
             lane.lost.add_done_callback(partial(self._lane_lost, lane))
         self.state, self._trouble, self._finalized = LinkState.READY, None, False
         self._context.counters.add("links_up")
-        dialled, path = self.address is not None, self.path.name
-        self._log.info("link.up", peer=self.peer_name, path=path, why=connection.why, dialled=dialled)
+        dialled, path, why = self.address is not None, self.path.name, connection.why
+        self._log.info("link.up", peer=self.peer_name, path=path, why=why, dialled=dialled, protocol=peer.version)
         for done in self._unacknowledged:
             lanes[self._own_lane].post(done)
         self._notify(None)
 
     def _reborn(self) -> None:
         """The peer is another process now: pulls from before it was lost fail, and what was promised to it is void."""
-        error = _gone(f"the peer {self.peer_name} was restarted (another incarnation); what it held is gone")
+        error = away(f"the peer {self.peer_name} was restarted (another incarnation); what it held is gone")
         self._context.counters.add("incarnation_changes")
         self._log.warning("link.incarnation_changed", peer=self.peer_name)
         self._unacknowledged.clear()
@@ -221,12 +222,11 @@ class Link:
         answering = self._bye is not None and lane is not self._lanes[self._own_lane]  # to a goodbye, by hanging up
         if answering or self.state is not LinkState.READY or lane not in self._lanes.values():
             return
-        self.state = LinkState.POISONED
-        self.lost_at = time.monotonic()
+        self.state, self.lost_at = LinkState.POISONED, time.monotonic()
         self._losses += 1
         self._trouble = error = lost.result()
         if self._finalized:
-            self._trouble = _gone(f"the peer {self.peer_name} was finalized; the link comes back when it does")
+            self._trouble = away(f"the peer {self.peer_name} was finalized; the link comes back when it does")
             self._log.info("link.away", peer=self.peer_name, reason="the peer was finalized")
         else:
             self._context.counters.add("links_lost")
@@ -254,23 +254,17 @@ class Link:
 
     async def _reconnect(self) -> None:
         """Try until it works or the link is closed, with growing pauses; a waiting pull cuts a pause short."""
-        pause, longest = 0.0, min(_BACKOFF[1], self._context.settings.heartbeat_interval_ms / 1000)
+        self._pauses.begin()
         while self._closed_with is None:
-            with contextlib.suppress(asyncio.TimeoutError):
-                async with Deadline.after_ms(pause * 1000 * random.uniform(0.5, 1.0)).scope():  # noqa: S311  (jitter)
-                    await self._poke.wait()
-            self._poke.clear()
-            began = time.monotonic()
+            await self._pauses.next()
             try:
                 await self.connect(Deadline.after_ms(self._context.settings.handshake_timeout_ms))
                 self._context.counters.add("reconnects")
                 return
-            except (LLMException, OSError, asyncio.TimeoutError) as error:
+            except Exception as error:  # noqa: BLE001  (also after a mistake of ours the link must come back)
                 self._trouble = reconnect_error(error, text(self.address))
                 self._log.debug("link.reconnect_failed", peer=text(self.address), reason=str(self._trouble))
                 self._notify(self._trouble)
-            await asyncio.sleep(max(0.0, _BACKOFF[0] - (time.monotonic() - began)))
-            pause = min(longest, max(_BACKOFF[0], pause * 2))
 
     async def _watch(self, deadline: Deadline) -> LLMException | None:
         """What the next attempt to connect comes to; for a link the peer dialled, whether it comes back."""
@@ -286,7 +280,7 @@ class Link:
             return watcher.result()
         if deadline.expired:
             raise asyncio.TimeoutError
-        return _gone(f"the peer {self.peer_name}, which dialled this link, is gone{self.trouble}")
+        return away(f"the peer {self.peer_name}, which dialled this link, is gone{self.trouble}")
 
     def _notify(self, trouble: LLMException | None) -> None:
         for watcher in self._watchers:
@@ -298,8 +292,7 @@ class Link:
     async def check(self, deadline: Deadline) -> None:
         """One round trip to the peer, beside the queue of pulls."""
         async with deadline.scope():
-            lane = await self.ready(deadline)
-            await lane.ping(deadline)
+            await (await self.ready(deadline)).ping(deadline)
 
     async def say_goodbye(self, deadline: Deadline) -> None:
         """Finish what is queued, flush acknowledgements, and have the peer drop its end too. OSError, LLMException or
@@ -352,11 +345,12 @@ class Link:
         `returns` it may, since this end may be back at its address.
         """
         if self.state is LinkState.READY:
+            self._bye = asyncio.get_running_loop().create_future()
             self._lanes[self._own_lane].post(frames.Bye(returns))
 
     def returns(self) -> bool:
         """Whether it is there, or about to be back, now in a hurry: lost just now, and the peer did not refuse."""
-        self._poke.set()
+        self._pauses.hurry()
         refused = self._trouble is not None and self._trouble.status_code == LLMStatusCode.LLM_ALREADY_LINK
         return self.state is LinkState.READY or (not refused and time.monotonic() - self.lost_at < _RETURNS)
 
@@ -374,6 +368,8 @@ class Link:
 
     async def _close(self, tasks: list[asyncio.Task[None]], error: LLMException, deadline: Deadline) -> None:
         await self.drain(deadline.sooner(self.settle_timeout))
+        if self._bye is not None and self.state is LinkState.READY:
+            await first(self._bye, self._lanes[self._own_lane].lost, timeout=deadline.sooner(_HEARD).remaining)
         self.state = LinkState.CLOSED
         self._break(str(error))
         self._log.info("link.closed", peer=self.peer_name, reason=str(error))
@@ -394,7 +390,3 @@ class Link:
 
     def __repr__(self) -> str:
         return f"<Link cluster={self.cluster_id} {self.peer_name} {self.state.value} {self._fifo!r}>"
-
-
-def _gone(reason: str) -> LLMException:
-    return LLMException(reason, status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)

@@ -25,11 +25,11 @@ from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, fr
 from kvpull_async.transport.base import Address, ControlChannel, DataPath, PathKind, PathSeed, Transport
 
 __all__ = [
-    "Connection", "LinkContext", "LinkState", "Route", "Server", "broken", "connect_error", "first", "lost_with",
-    "reconnect_error", "text",
+    "Connection", "LinkContext", "LinkState", "Route", "Server", "away", "broken", "connect_error",
+    "first", "lost_with", "reconnect_error", "text",
 ]  # fmt: skip
 
-_UNREACHABLE: Final = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
+_BARE: Final = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 _NOTICE: Final = 0.5
 """Seconds within which the loss of a whole connection shows, once a part of it has broken."""
 
@@ -154,7 +154,7 @@ def connect_error(error: BaseException, where: str) -> LLMException:
     if isinstance(error, asyncio.TimeoutError):
         return LLMTimeoutError(f"{where} did not answer in time", retry_safe=True)
     number = getattr(error, "errno", None)
-    why = os.strerror(number) if number in _UNREACHABLE else error  # asyncio leaves out the system's words
+    why = os.strerror(number) if number in _BARE else error  # asyncio leaves out the system's words
     known = LLMException(f"{where}: {why}", status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)
     known.__cause__ = error
     return known
@@ -169,6 +169,11 @@ def reconnect_error(error: BaseException, where: str) -> LLMException:
         return LLMException(*known.args, status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)
     known.retry_safe = True
     return known
+
+
+def away(reason: str) -> LLMException:
+    """That a peer is not there, or not the one that it was."""
+    return LLMException(reason, status_code=LLMStatusCode.LLM_LINK_FAILED, retry_safe=True)
 
 
 def broken(error: OSError, lane: Lane | None, peer: str, *, push: bool = False) -> LLMException:

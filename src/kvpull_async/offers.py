@@ -61,6 +61,11 @@ class Offer:
     def nbytes(self) -> int:
         return len(self.tensors) * self.per_tensor
 
+    @property
+    def rows(self) -> int:
+        """How many the plan has."""
+        return len(self.tensors) * (self.per_tensor // self.entry.entry_nbytes if self.entry.blocks else 1)
+
 
 def find(registry: Registry, request: frames.Request, tail: bytes, *, peer: int) -> Offer:
     """The offer for a request of that cluster; LLMException with the code that the puller will see."""

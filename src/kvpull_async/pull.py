@@ -23,7 +23,7 @@ from kvpull_async.protocol import frames
 from kvpull_async.registry import Entry
 from kvpull_async.standing import Offered
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.summing import Summing, at_once
+from kvpull_async.summing import Summed
 from kvpull_async.transport.base import DataPath, Segments, Transfer, moved
 from kvpull_async.turn import Turn, cause_of
 
@@ -85,7 +85,7 @@ class Pull(Turn):
         self._answer: Prompt[Answer] | None = None
         self._transfer: Transfer | None = None
         self._digest: asyncio.Future[bytes] | None = None
-        self._summing: Summing | None = None
+        self._summed: Summed | None = None
         self._verifies = False
         self._pieces: list[memoryview] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -281,18 +281,15 @@ class Pull(Turn):
         assert verifying is not None
         wanted.report.enter("verify")
         self._verifies = True
-        brief = at_once(wanted.report.bytes, wanted.span(grant).most_rows, direct=self._link.direct_memory)
-        if self._task is None and not (brief and digest.done()):
-            await self._until(None)
-        if transfer is not None:
+        if transfer is not None:  # and a task, then
             await asyncio.wait([transfer.settled])
-        lending, growing = verifying.lend(grant), sums.begin(verifying.name, where="this side")
-        if brief:
-            found = sums.sum_of(growing, lending)
-        else:
-            self._summing = Summing(growing, lending, [wanted.entry], self._link.workers)
-            found = await self._summing.digest()
-        expected = await digest
+        self._summed = Summed(
+            sums.begin(verifying.name, where="this side"), verifying.lend(grant), [wanted.entry], self._link.workers,
+            nbytes=wanted.report.bytes, rows=wanted.span(grant).most_rows, direct=self._link.direct_memory,
+        )  # fmt: skip
+        if self._task is None and not (self._summed.settled and digest.done()):
+            await self._until(None)
+        found, expected = await self._summed.digest(), await digest
         if found != expected:
             raise verifying.failed(expected, found)
 
@@ -319,8 +316,8 @@ class Pull(Turn):
             self._lane.give_up(self._request_id, tell=True)
         if transfer is None and self._path is not None and self._unanswered():
             self._path.give_up()
-        if self._summing is not None:
-            self._summing.abort()  # it keeps the memory until it has settled, and writes nothing
+        if self._summed is not None:
+            self._summed.abort()  # it keeps the memory until it has settled, and writes nothing
         if transfer is not None:
             transfer.abort()
             self._wanted.report.enter("settle")

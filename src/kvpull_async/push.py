@@ -23,11 +23,11 @@ from kvpull_async._prompt import Prompt, by_hand
 from kvpull_async.gathering import gathered, join
 from kvpull_async.held import Entry
 from kvpull_async.linkage import lost_with
-from kvpull_async.memory.base import FEW_ROWS, FEW_TENSORS, Batches, Span, planned
+from kvpull_async.memory.base import FEW_BYTES, FEW_ROWS, FEW_TENSORS, Batches, Span, planned
 from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
-from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, status_of
-from kvpull_async.summing import Summing, at_once
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, status_of, worth_repeating
+from kvpull_async.summing import Summed
 from kvpull_async.transport.base import DataPath, Transfer
 from kvpull_async.turn import Turn, cause_of
 
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Outgoing", "Push"]
 
-_SMALL: Final = 128 * 1024
-"""Most bytes that are read before others on the loop have their turns."""
-_FOR_EVER: Final = (LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
-"""With these the same offer would be refused again."""
 _TIMEOUTS: Final = (LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
 
 
@@ -78,8 +74,7 @@ class Push(Turn):
         self._heard: Prompt[None] | None = None
         """Ends with the result, or before it when nobody waits for that any more."""
         self._transfer: Transfer | None = None
-        self._sum = b""
-        self._summing: Summing | None = None
+        self._summed: Summed | None = None
         self._on_accept = False
         """Whether the bytes go once the receiver says that it is ready for them."""
 
@@ -123,7 +118,7 @@ class Push(Turn):
         if not self._holds_slot:
             return
         self._claim_memory()
-        lane = link.ready_now() if outgoing.nbytes <= min(link.inline_limit, _SMALL) and self._brief else None
+        lane = link.ready_now() if outgoing.nbytes <= min(link.inline_limit, FEW_BYTES) and self._brief else None
         if lane is not None:
             self._report.enter("connect")
             self._use(lane, link.path)
@@ -147,8 +142,8 @@ class Push(Turn):
         await self._heard  # when that is cancelled the result is still to come
         result = self._result.result()
         _check(result)
-        if self._outgoing.offer.verify:
-            await self._verify(result)
+        if self._summed is not None:
+            await self._verify(self._summed, result)
         self._committed = True
         report.bytes = self._outgoing.nbytes
 
@@ -199,19 +194,18 @@ class Push(Turn):
         """What the bytes sum to here, while the receiver takes them."""
         outgoing = self._outgoing
         growing = sums.begin(outgoing.offer.verify, where="this side")
-        if at_once(outgoing.nbytes, outgoing.most_rows, direct=outgoing.backend.direct):
-            self._sum = sums.sum_of(growing, self._lend())
-        else:
-            self._summing = Summing(growing, self._lend(), [outgoing.entry], self._link.workers)
+        self._summed = Summed(
+            growing, self._lend(), [outgoing.entry], self._link.workers,
+            nbytes=outgoing.nbytes, rows=outgoing.most_rows, direct=outgoing.backend.direct,
+        )  # fmt: skip
 
-    async def _verify(self, result: frames.Result) -> None:
+    async def _verify(self, summed: Summed, result: frames.Result) -> None:
         """The receiver's sum must be the same."""
         self._report.enter("verify")
-        if self._summing is not None:
-            self._sum = await self._summing.digest()
-        if self._sum != result.digest:
+        found = await summed.digest()
+        if found != result.digest:
             assert self._outgoing.differs is not None
-            raise self._outgoing.differs(self._sum, result.digest)
+            raise self._outgoing.differs(found, result.digest)
 
     def _use(self, lane: Lane, path: DataPath) -> DataPath:
         self._lane, self._path = lane, path
@@ -279,8 +273,8 @@ class Push(Turn):
         self._report.enter("settle")
         self._on_accept = False
         transfer, result, bound = self._transfer, self._result, self._bound()
-        if self._summing is not None:
-            self._summing.abort()  # it keeps the memory until it has settled
+        if self._summed is not None:
+            self._summed.abort()  # it keeps the memory until it has settled
         if transfer is not None:
             transfer.abort()
         unsafe = False
@@ -326,6 +320,5 @@ def _check(result: frames.Result) -> None:
     status = status_of(result.status)
     if status is LLMStatusCode.LLM_SUCCESS:
         return
-    again = status not in _FOR_EVER
     kind = LLMTimeoutError if status in _TIMEOUTS else LLMException
-    raise kind(result.reason, status_code=status, retry_safe=again)
+    raise kind(result.reason, status_code=status, retry_safe=worth_repeating(status))

@@ -16,21 +16,28 @@ from kvpull_async._workers import Job, Workers
 from kvpull_async.aims import Place
 from kvpull_async.gathering import fill
 from kvpull_async.lane import Lane
-from kvpull_async.memory.base import FEW_ROWS, FEW_TENSORS, Batches, Span, copy_batches, lend_bytes, no_memory, planned
+from kvpull_async.memory.base import (
+    FEW_BYTES,
+    FEW_ROWS,
+    FEW_TENSORS,
+    Batches,
+    Span,
+    copy_batches,
+    lend_bytes,
+    no_memory,
+    planned,
+)
 from kvpull_async.observe import Counters, Log, key_text
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Pin, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.summing import Summing, at_once
+from kvpull_async.summing import Summed
 from kvpull_async.sums import Sum
 from kvpull_async.transport.base import DataPath, Transfer, moved
 
 __all__ = ["Receiving", "log_of"]
 
-_REASON_LIMIT: Final = 1000
 _WORD: Final = 8
-_INLINE_COPY: Final = 128 * 1024
-"""Most bytes copied on the loop: shorter than handing them to a thread."""
 
 
 class Receiving:
@@ -68,7 +75,7 @@ class Receiving:
         the loop may write. False when it has to be fulfilled.
         """
         nbytes, rows = offer.tensors * offer.per_tensor, offer.tensors * max(1, offer.blocks)
-        if not offer.inline or nbytes > _INLINE_COPY or rows > FEW_ROWS or not self._registry.backend.direct:
+        if not offer.inline or nbytes > FEW_BYTES or rows > FEW_ROWS or not self._registry.backend.direct:
             return False
         deadline = Deadline.after_ms(offer.remaining_ms)
         return not deadline.expired and _Receipt(self, offer, tail, deadline).taken()
@@ -87,7 +94,7 @@ class Receiving:
         backend = self._registry.backend
         landing = planned(place.rows, lambda rows: backend.landing(place.regions, rows))
         steps = copy_batches(lend_bytes(place.payload), landing)
-        if not backend.direct or place.nbytes > _INLINE_COPY or place.most_rows > FEW_ROWS:
+        if not backend.direct or place.nbytes > FEW_BYTES or place.most_rows > FEW_ROWS:
             return Job(self._workers, steps)
         for _ in steps:
             pass
@@ -105,8 +112,13 @@ class Receiving:
         landing = planned(place.rows, lambda rows: backend.landing(place.regions, rows))
         return path.fetch(offer.grant_id, landing, place.nbytes)
 
-    def sums_at_once(self, place: Place) -> bool:
-        return at_once(place.nbytes, place.most_rows, direct=self._registry.backend.direct)
+    def summed(self, place: Place, growing: Sum) -> Summed:
+        """What has landed is summed."""
+        direct, lending = self._registry.backend.direct, self.lend(place)
+        return Summed(
+            growing, lending, place.entries, self._workers,
+            nbytes=place.nbytes, rows=place.most_rows, direct=direct,
+        )  # fmt: skip
 
     def lend(self, place: Place) -> Batches:
         """What has landed."""
@@ -131,7 +143,7 @@ class _Receipt:
         self._released = False
         self._sum: Sum | None = None
         self._digest = b""
-        self._summing: Summing | None = None
+        self._summed: Summed | None = None
 
     @cached_property
     def _log(self) -> Log:
@@ -201,17 +213,12 @@ class _Receipt:
         """What has landed is summed for the sender, which compares."""
         if self._transfer is not None:
             await asyncio.wait([self._transfer.settled])
-        lending = self._receiving.lend(place)
-        if self._receiving.sums_at_once(place):
-            self._digest = sums.sum_of(growing, lending)
-        else:
-            self._summing = Summing(growing, lending, place.entries, self._receiving._workers)
-            self._digest = await self._summing.digest()
+        self._summed = self._receiving.summed(place, growing)
+        self._digest = await self._summed.digest()
 
     def _find(self) -> Place:
         receiving, tail = self._receiving, self._tail
-        if self._offer.verify:
-            self._sum = sums.begin(self._offer.verify, where="the receiver")
+        self._sum = sums.asked(self._offer.verify, where="the receiver")
         by_key, peer = receiving._by_key, receiving._peer
         return aims.find(receiving._registry, self._offer, tail, peer=peer, by_key=by_key)
 
@@ -229,8 +236,8 @@ class _Receipt:
     async def _settle(self) -> bool:
         """Stop what runs and wait until it has; True when the destination had to be quarantined instead."""
         transfer, offer = self._transfer, self._offer
-        if self._summing is not None:
-            self._summing.abort()  # it keeps the memory until it has settled, and writes nothing
+        if self._summed is not None:
+            self._summed.abort()  # it keeps the memory until it has settled, and writes nothing
         if transfer is None:
             if not offer.inline and offer.ticket is None:
                 self._receiving._path.give_up()  # bytes may be on their way
@@ -262,7 +269,7 @@ class _Receipt:
         self._answer(status, reason, unsafe=unsafe)
 
     def _answer(self, status: LLMStatusCode, reason: str, *, unsafe: bool) -> None:
-        result = frames.Result(self._offer.request_id, int(status), reason[:_REASON_LIMIT], unsafe, self._digest)
+        result = frames.Result(self._offer.request_id, int(status), reason[: frames.REASON_LIMIT], unsafe, self._digest)
         self._receiving._lane.post(result)
 
 

@@ -200,7 +200,9 @@ class Registry:
     def local(self, cache_id: int, *, peer: int | None = None) -> Entry | None:
         """A cache of this node by id, for this node's own use, or to be written by a peer."""
         entry = self._entries.get(cache_id)
-        return entry if entry is not None and entry.alive and entry.open_to(peer) else None
+        if entry is None or not entry.alive or not (entry.allowed is None or entry.open_to(peer)):
+            return None
+        return entry
 
     def find(self, cache_id: int) -> Entry | None:
         """By id, also when released but still in use."""
@@ -208,27 +210,32 @@ class Registry:
 
     def find_key(self, name: KeyId, *, peer: int | None = None) -> Binding | None:
         binding = self._keys.get(name)
-        if binding is None or not self._lasts(binding) or not binding.entry.open_to(peer):
+        if binding is None or not (binding.ends is None or self._lasts(binding)):
             return None
-        return binding
+        return binding if binding.entry.allowed is None or binding.entry.open_to(peer) else None
 
     def find_blocks(self, model_id: int, *, peer: int | None = None) -> Entry | None:
         entry = self._blocks.get(model_id)
-        return entry if entry is not None and entry.open_to(peer) else None
+        return entry if entry is None or entry.allowed is None or entry.open_to(peer) else None
 
     def find_id(self, cache_id: int, index: int, *, peer: int | None = None) -> tuple[Entry, Binding | None] | None:
         """By id, as peers ask: also after deallocation while keys are left; None outside the batch."""
         entry = self._entries.get(cache_id)
-        if entry is None or not entry.open_to(peer) or not 0 <= index < entry.desc.entries:
+        if entry is None or not 0 <= index < entry.desc.entries:
             return None
-        for other in () if entry.alive else tuple(entry.bindings):
-            self.bound(entry, other)
-        return (entry, self.bound(entry, index)) if entry.referenced else None
+        if entry.allowed is not None and not entry.open_to(peer):
+            return None
+        if not entry.alive:
+            for other in tuple(entry.bindings):  # those whose time is over do not keep it
+                self.bound(entry, other)
+            if not entry.bindings:
+                return None
+        return entry, self.bound(entry, index)
 
     def bound(self, entry: Entry, index: int) -> Binding | None:
         """The key of a batch entry."""
         binding = entry.bindings.get(index)
-        return binding if binding is not None and self._lasts(binding) else None
+        return binding if binding is None or binding.ends is None or self._lasts(binding) else None
 
     def find_addresses(
         self, addresses: NDArray[np.int64], nbytes: int, *, peer: int | None = None
@@ -236,10 +243,10 @@ class Registry:
         """For each address the remote accessible cache, and its tensor, that has `nbytes` bytes from there on."""
         return self._addresses.find(addresses, nbytes, peer=peer)
 
-    def missing(self, name: KeyId, *, peer: int | None = None) -> str:
-        """That a key is not here: what became of it, and which are here that resemble it."""
-        near = ", ".join(self.nearest_keys(name, peer=peer)) or "none at all"
-        return f"{describe(name)} is not here: {self._fates.of(name, peer=peer)} (held: {near})"
+    def missing(self, name: KeyId, *, peer: int | None = None, near: bool = True) -> str:
+        """That a key is not here: what became of it, and, with `near`, which are here that resemble it."""
+        words = f"{describe(name)} is not here: {self._fates.of(name, peer=peer)}"
+        return f"{words} (held: {', '.join(self.nearest_keys(name, peer=peer)) or 'none at all'})" if near else words
 
     def nearest_keys(self, name: KeyId, *, limit: int = 3, peer: int | None = None) -> list[str]:
         """Keys that resemble `name`, for the message that says it is unknown."""
@@ -293,7 +300,7 @@ class Registry:
 
     def _lasts(self, binding: Binding) -> bool:
         """False, and the key is gone, when its time is over."""
-        if binding.ends is None or not self._leases.over(binding):
+        if not self._leases.over(binding):
             return True
         self._expire(binding)
         self._told([binding])

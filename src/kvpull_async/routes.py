@@ -24,7 +24,7 @@ class Routes:
 
     def __init__(self, settings: Settings, memory: HostMemory, log: Log, *, tls: Tls | None = None) -> None:
         inproc = InprocTransport(log)
-        tcp = TcpTransport(log, greeting_timeout=settings.handshake_timeout_ms / 1000, tls=tls)
+        tcp = TcpTransport(log, greeting_timeout=settings.handshake_timeout_ms / 1000, certificates=tls)
         shm = ShmPaths(memory, log, process_reads=settings.allow_process_vm_read)
         backend = settings.transfer_backend
         beside: list[tuple[Transport, tuple[PathKind, ...]]] = [(inproc, (inproc,)), (tcp, (shm, tcp))]

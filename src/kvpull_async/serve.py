@@ -20,10 +20,10 @@ from kvpull_async import offers, sums
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
 from kvpull_async.gathering import gathered
-from kvpull_async.granting import Granted, new_sum
+from kvpull_async.granting import Granted
 from kvpull_async.lane import Lane
 from kvpull_async.leasing import Leasing
-from kvpull_async.memory.base import FEW_ROWS, FEW_TENSORS, Span
+from kvpull_async.memory.base import FEW_BYTES, FEW_ROWS, FEW_TENSORS, Span
 from kvpull_async.observe import Counters, Log
 from kvpull_async.offers import Offer, PeerRecord
 from kvpull_async.protocol import frames
@@ -36,9 +36,6 @@ from kvpull_async.watching import Watching
 
 __all__ = ["Serving"]
 
-_REASON_LIMIT: Final = 1000
-_SMALL: Final = 128 * 1024
-"""Most bytes of an answer that is made on the spot."""
 _AT_ONCE: Final = 8
 """Most requests answered on the spot of those that came together; for the others, others have their turns first."""
 
@@ -94,7 +91,7 @@ class Serving:
         self._task: asyncio.Task[None] | None = None
         self._current: frames.Request | frames.Offer | None = None
         self._released = False
-        self._leases = Granted(
+        self._granted = Granted(
             lane,
             path,
             registry=registry,
@@ -127,9 +124,9 @@ class Serving:
             self._hear(message)
 
     def _hear(self, message: Message) -> None:
-        """What asks for no bytes."""
+        """What is about no request: whether a grant holds, what was read, that the peer goes."""
         if isinstance(message, frames.Check):
-            self._lane.post(frames.Checked(message.grant_id, message.grant_id in self._leases))
+            self._lane.post(frames.Checked(message.grant_id, message.grant_id in self._granted))
         elif isinstance(message, frames.Read):
             self._counters.add("reads_reported", message.pulls)
             self._counters.add("bytes_served", message.nbytes)
@@ -150,7 +147,7 @@ class Serving:
         self._watching.abort()
         if self._task is not None:
             self._task.cancel()
-        self._leases.abort()
+        self._granted.abort()
 
     # -- one after another ------------------------------------------------------------------------------------------
 
@@ -195,13 +192,13 @@ class Serving:
         self._lane.session.end_request(request_id)
         if self._current is not None and self._current.request_id == request_id and self._task is not None:
             self._task.cancel()
-        self._leases.cancel(request_id)
+        self._granted.cancel(request_id)
         if request_id == self._streamed:
             self._path.give_up()
 
     def _answered(self, request: frames.Request, tail: bytes) -> bool:
         """Answer on the spot, if that can be done without waiting: a few bytes of memory that the loop may read."""
-        limit, backend = min(self._inline_limit, request.inline_limit, _SMALL), self._registry.backend
+        limit, backend = min(self._inline_limit, request.inline_limit, FEW_BYTES), self._registry.backend
         asked = request.tensors * request.size * max(request.blocks, 1)
         if tail or asked > limit or request.tensors > FEW_TENSORS or not backend.direct:
             return False
@@ -209,7 +206,7 @@ class Serving:
             return False
         began = time.monotonic()
         try:
-            growing = new_sum(request) if request.verify else None
+            growing = sums.asked(request.verify, where="the source") if request.verify else None
             offer = offers.find(self._registry, request, tail, peer=self._peer)
             pieces = backend.slices(offer.entry.regions, offer.tensors, start=offer.start, nbytes=offer.per_tensor)
             if growing is not None:  # before the grant: then the puller need not wait for it
@@ -272,7 +269,7 @@ class Serving:
             log.debug("serve.started", cache_id=offer.entry.cache_id, bytes=offer.nbytes)
             lease_ends = deadline.later(self._lease_margin)
             async with lease_ends.scope():
-                inline = await self._answer(request, offer, lease_ends, blocks=len(tail) // 8)
+                inline = await self._answer(request, offer, lease_ends)
         except (LLMException, OSError, asyncio.TimeoutError) as error:
             self._refuse(request, error, log)
         except asyncio.CancelledError:
@@ -306,30 +303,29 @@ class Serving:
             self._counters.add("serves_refused")
             log.info("serve.refused", status=LLMStatusCode(status).name, reason=reason)
         if not self._lane.lost.done():
-            refusal = frames.Refuse(request.request_id, int(status), reason[:_REASON_LIMIT])
+            refusal = frames.Refuse(request.request_id, int(status), reason[: frames.REASON_LIMIT])
             self._lane.post(refusal)
 
-    async def _answer(self, request: frames.Request, offer: Offer, lease_ends: Deadline, *, blocks: int) -> bool:
+    async def _answer(self, request: frames.Request, offer: Offer, lease_ends: Deadline) -> bool:
         """Grant and deliver; True when the bytes rode on the grant."""
         small = offer.nbytes <= min(self._inline_limit, request.inline_limit)
-        opens, growing = self._opens(request), new_sum(request)
+        opens, growing = self._opens(request), sums.asked(request.verify, where="the source")
         grant, ticket = self._grant(request, offer, inline=small), None
         if not small:
             await self._path.ready(lease_ends)
         if opens or not small:
             ticket = self._path.describe(grant.grant_id, Span(offer.entry.regions, offer.plan))
         if small and ticket is None:
-            rows = max(1, blocks) * len(offer.tensors)
-            here = self._registry.backend.direct and rows <= FEW_ROWS
-            lending = self._leases.lend(offer)
+            here = self._registry.backend.direct and offer.rows <= FEW_ROWS
+            lending = self._granted.lend(offer)
             await self._lane.send(grant, await gathered(lending, offer.entry, self._workers, here=here))
             if growing is not None:
-                await self._leases.sum(request, offer, growing, rows=rows)
+                await self._granted.sum(request, offer, growing)
             return True
         if ticket is not None:
             open_ = offer.entry.entry_nbytes if opens and not offer.entry.blocks else 0
             grant = msgspec.structs.replace(grant, inline=False, ticket=ticket, wants_done=True, entry_nbytes=open_)
-        await self._leases.deliver(request, grant, offer, lease_ends, growing)
+        await self._granted.deliver(request, grant, offer, lease_ends, growing)
         return False
 
     def _grant(self, request: frames.Request, offer: Offer, *, inline: bool) -> frames.Grant:
@@ -351,8 +347,8 @@ class Serving:
         if issued is not None and self._registry.consume(issued.generation, issued.tensors):
             self._counters.add("keys_consumed")
             self._log.debug("serve.key_consumed", pull_id=done.pull_id)
-        self._leases.done(done.grant_id)
+        self._granted.done(done.grant_id)
         self._lane.post(frames.DoneAck(done.grant_id))
 
     def __repr__(self) -> str:
-        return f"<Serving {self._lane.channel.peer} waiting={len(self._waiting)} leases={len(self._leases)}>"
+        return f"<Serving {self._lane.channel.peer} waiting={len(self._waiting)} granted={len(self._granted)}>"

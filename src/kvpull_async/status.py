@@ -9,7 +9,16 @@ import copy
 from enum import IntEnum
 from typing import Any
 
-__all__ = ["LLMException", "LLMStatusCode", "LLMTimeoutError", "NamedIntEnum", "Status", "fresh", "status_of"]
+__all__ = [
+    "LLMException",
+    "LLMStatusCode",
+    "LLMTimeoutError",
+    "NamedIntEnum",
+    "Status",
+    "fresh",
+    "status_of",
+    "worth_repeating",
+]
 
 _BASE = 0x5010B000
 
@@ -68,6 +77,14 @@ def status_of(number: int) -> LLMStatusCode:
     LLM_UNKNOWN_ERROR is never produced.
     """
     return _BY_NUMBER.get(number, LLMStatusCode.LLM_FAILED)
+
+
+_FOR_EVER = (LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+
+
+def worth_repeating(status: LLMStatusCode) -> bool:
+    """Whether a peer that refused with it might not refuse the same words again."""
+    return status not in _FOR_EVER
 
 
 class LLMException(RuntimeError):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol, cast
 
 from kvpull_async.status import LLMException, LLMStatusCode
 
-__all__ = ["NAMES", "NONE", "Sum", "begin", "need", "steps", "sum_of"]
+__all__ = ["NAMES", "NONE", "Sum", "asked", "begin", "need", "steps", "sum_of"]
 
 NONE: Final = "none"
 NAMES: Final = (NONE, "crc32", "xxh3")
@@ -42,8 +42,7 @@ class _Crc32:
 def _xxh3() -> Sum:
     from xxhash import xxh3_64  # noqa: PLC0415  (an extra that may be missing)
 
-    found: Any = xxh3_64()
-    return found  # type: ignore[no-any-return]
+    return cast("Sum", xxh3_64())
 
 
 _MAKERS: Final[dict[str, Callable[[], Sum]]] = {"crc32": _Crc32, "xxh3": _xxh3}
@@ -62,6 +61,11 @@ def begin(name: str, *, where: str) -> Sum:
     except ImportError as error:
         reason = f"verify={name!r} needs the package xxhash on {where}: pip install 'kvpull[verify]' there"
         raise LLMException(reason, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED) from error
+
+
+def asked(name: str, *, where: str) -> Sum | None:
+    """What a peer asks for: a new sum, or None if that is none (""). Raises as `begin`."""
+    return begin(name, where=where) if name else None
 
 
 def need(name: str, *, where: str) -> None:

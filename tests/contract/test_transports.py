@@ -36,7 +36,7 @@ class TestTcpWithTls(ControlContract, DataPathContract):
         self.tls = own
 
     def make_transport(self) -> Transport:
-        return TcpTransport(Log(), greeting_timeout=5, tls=self.tls)
+        return TcpTransport(Log(), greeting_timeout=5, certificates=self.tls)
 
 
 class TestInproc(ControlContract, DataPathContract):

@@ -1,5 +1,5 @@
-"""What the tests of reports about speed measure with. Everything is relative to something measured in the same run, and
-of several runs the best one counts: the machine may be slow, or busy with something else.
+"""What the tests of reports about speed measure with: counts, processor time of one thread, and ratios within a run.
+Of several runs the best one counts: the machine may be slow, or busy with something else.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ RUNS = 8
 
 
 class Gaps:
-    """The longest time for which a loop ran nothing else, in seconds; begun and ended from any thread."""
+    """What a loop's thread did at the longest while it ran nothing else, in seconds of its processor time, which do not
+    grow when others have the processor; and how often it came round. Begun and ended from any thread.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.worst = 0.0
+        self.turns = 0
         self._loop = loop
         self._running = True
         loop.call_soon_threadsafe(self._tick, None)
@@ -31,9 +34,10 @@ class Gaps:
         return self.worst
 
     def _tick(self, last: float | None) -> None:
-        now = time.perf_counter()
+        now = time.thread_time()
         if last is not None:
             self.worst = max(self.worst, now - last)
+        self.turns += 1
         if self._running:
             self._loop.call_later(0.001, self._tick, now)
 
@@ -52,30 +56,38 @@ async def gaps(*nodes: Any) -> AsyncIterator[list[float]]:
         found += [meter.end() for meter in meters]
 
 
-async def stalls(make: Callable[[], Coroutine[Any, Any, Any]], *nodes: Any, enough: float) -> tuple[float, float]:
-    """The longest stall of any of the loops while what is made runs, and while nothing does; each of the best run.
-    There are no more runs once the first is below `enough` seconds.
+async def stalls(make: Callable[[], Coroutine[Any, Any, Any]], *nodes: Any, enough: float) -> float:
+    """The longest stall of any of the loops while what is made runs, in seconds of processor time, in the best run.
+    There are no more runs once it is below `enough`.
     """
-    best, idle = float("inf"), float("inf")
+    best = float("inf")
     for _ in range(RUNS):
-        async with gaps(*nodes) as resting:
-            await asyncio.sleep(0.05)
         async with gaps(*nodes) as working:
             await make()
-        best, idle = min(best, max(working)), min(idle, max(resting))
+        best = min(best, max(working))
         if best < enough:
             break
-    return best, idle
+    return best
+
+
+async def turns(call: Coroutine[Any, Any, Any]) -> int:
+    """How often this loop came round while the call was under way, at most once in a millisecond."""
+    meter = Gaps(asyncio.get_running_loop())
+    try:
+        await call
+    finally:
+        meter.end()
+    return meter.turns
 
 
 def by_hand(count: int) -> float:
-    """Seconds that plain Python takes for three numbers about each of so many blocks: what is to be avoided."""
+    """Seconds of processor time that plain Python takes for three numbers about each of so many blocks."""
     best = float("inf")
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.thread_time()
         rows = [(number, 4096 * number, 2**40 + 4096 * number) for number in range(count)]
         rows = [(tensor, offset, address + offset) for tensor, offset, address in rows]
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.thread_time() - began)
         del rows
     return best
 

@@ -16,8 +16,8 @@ from kvpull_async import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMExcepti
 from kvpull_async.protocol import frames
 from tests import house
 from tests.conformance.api import Api
-from tests.field.rig import each_face
 from tests.hostile import Raw, honest_client, messages, serving
+from tests.integration.rig import each_face
 from tests.loop_nodes import event_log
 from tests.wire import plain_hello
 

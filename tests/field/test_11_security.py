@@ -22,7 +22,6 @@ from kvpull_async.protocol.session import Session
 from tests import duo, hostile, house
 from tests.certificates import Authority
 from tests.conformance.api import Api
-from tests.field.rig import FAILED, SOON, each_face
 from tests.hostile import (
     MAGIC,
     OK,
@@ -38,8 +37,9 @@ from tests.hostile import (
     raw_peer,
     serving,
 )
-from tests.integration.processes import eventually, sockets
-from tests.loop_nodes import event_log
+from tests.integration.processes import sockets
+from tests.integration.rig import FAILED, SOON, each_face
+from tests.loop_nodes import event_log, eventually
 from tests.wire import SAMPLES, identity, plain_hello
 
 SECRET = "a secret of more than sixteen bytes"

@@ -14,7 +14,9 @@ import pytest
 from kvpull_async import CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode, LLMTimeoutError
 from tests import duo
 from tests.conformance.api import Api
-from tests.field.rig import (
+from tests.integration.own_loop import outcome
+from tests.integration.processes import child, sockets
+from tests.integration.rig import (
     OK,
     SOON,
     begin,
@@ -25,8 +27,7 @@ from tests.field.rig import (
     links_of,
     nodes,
 )
-from tests.integration.own_loop import outcome
-from tests.integration.processes import child, eventually, sockets
+from tests.loop_nodes import eventually
 
 # --- 1.10 ---
 

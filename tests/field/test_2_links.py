@@ -19,7 +19,9 @@ from kvpull_async.protocol import frames
 from tests import duo
 from tests.certificates import Authority, cluster
 from tests.conformance.api import Api
-from tests.field.rig import (
+from tests.integration.own_loop import outcome, within
+from tests.integration.processes import child, sockets
+from tests.integration.rig import (
     FAILED,
     MISSING,
     OK,
@@ -31,9 +33,7 @@ from tests.field.rig import (
     links_of,
     nodes,
 )
-from tests.integration.own_loop import outcome, within
-from tests.integration.processes import child, eventually, sockets
-from tests.loop_nodes import event_log
+from tests.loop_nodes import event_log, eventually
 
 LIMIT = 16
 """Clusters of one `link_clusters` call in the older mode."""

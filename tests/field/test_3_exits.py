@@ -18,10 +18,12 @@ import pytest
 from kvpull_async import CacheDesc, CacheKey, LLMException, LLMRole, LLMStatusCode
 from tests import duo
 from tests.conformance.api import Api
-from tests.field.rig import (
+from tests.integration.own_loop import outcome, within
+from tests.integration.processes import Child, child, mappings
+from tests.integration.rig import (
     OK,
-    QUICK,
     SOON,
+    STEADY,
     Here,
     begin,
     each_face,
@@ -30,11 +32,9 @@ from tests.field.rig import (
     link_failed,
     nodes,
 )
-from tests.integration.own_loop import outcome, within
-from tests.integration.processes import Child, child, eventually, mappings
 from tests.integration.test_blocking import puller, source
 from tests.integration.test_exit import program
-from tests.loop_nodes import event_log
+from tests.loop_nodes import event_log, eventually
 
 NBYTES = 1024 * 1024
 ENGINES = ("nixl", "mooncake")
@@ -124,8 +124,7 @@ async def several(path: str, **properties: Any) -> AsyncIterator[tuple[Here, Chi
         yield here, doomed, [11, 12]
 
 
-@each_process_path
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize(("path", "how"), [("tcp", "killed"), ("shm", "killed"), ("tcp", "stopped")])
 async def test_3_3_one_dead_peer_of_three_changes_nothing_for_the_other_two(path: str, how: str) -> None:
     async with several(path, heartbeat_timeout=60_000) as (here, doomed, others):
         await here.check_right(NBYTES)
@@ -157,7 +156,7 @@ async def slowest(here: Here, clusters: list[int], *, pulls: int = 10) -> float:
 @each_process_path
 async def test_3_6_pulls_to_a_peer_that_is_gone_fail_fast_after_the_first_loss_until_it_is_back(path: str) -> None:
     grace = 100
-    async with several(path, reconnect_grace=grace, **QUICK) as (here, doomed, others):
+    async with several(path, reconnect_grace=grace, **STEADY) as (here, doomed, others):
         cache = await here.cache(NBYTES)
         doomed.stop()
         first = await outcome(here.pull(cache, timeout=5000))  # it learns of the loss, from silent heartbeats

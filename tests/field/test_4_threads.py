@@ -28,7 +28,10 @@ from kvpull_async.testing.proxy import Fault, FaultKind, FaultProxy, Way
 from kvpull_sync import LLMDataDist as BlockingNode
 from tests import duo
 from tests.conformance.api import Api
-from tests.field.rig import (
+from tests.hostile import HostileSource, content, honest_pull, info, link, publish, pulling, serving
+from tests.integration.own_loop import outcome, within
+from tests.integration.pushing import RECEIVER, desc, ends
+from tests.integration.rig import (
     FAILED,
     OK,
     SOON,
@@ -38,12 +41,8 @@ from tests.field.rig import (
     links_of,
     nodes,
 )
-from tests.hostile import HostileSource, content, honest_pull, info, link, publish, pulling, serving
-from tests.integration.own_loop import outcome, within
-from tests.integration.processes import eventually
-from tests.integration.pushing import RECEIVER, desc, ends
 from tests.integration.transfers import BY_ADDRESS, addresses, transfer
-from tests.loop_nodes import event_log
+from tests.loop_nodes import event_log, eventually
 from tests.transferring import Held, Ready
 
 NOT_LINKED = LLMStatusCode.LLM_NOT_YET_LINK

@@ -26,12 +26,12 @@ from kvpull_async.protocol import frames
 from kvpull_async.transport.shm.remote import Mapped
 from tests import duo
 from tests.conformance.api import AWAITED, Api
-from tests.field.rig import MISSING, SOON, Here, Nodes, begin, each_face, each_path, link_failed, nodes
 from tests.hostile import HostileSource, payload_head
 from tests.integration.content import content
 from tests.integration.own_loop import outcome
 from tests.integration.processes import Footprint, child
 from tests.integration.pushing import ends, laid
+from tests.integration.rig import MISSING, SOON, Here, Nodes, begin, each_face, each_path, link_failed, nodes
 from tests.loop_nodes import event_log
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID

@@ -16,12 +16,12 @@ from kvpull_async import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMExcep
 from kvpull_async.memory.base import Region
 from tests import duo
 from tests.conformance.api import AWAITED, Api
-from tests.field.rig import MISSING, Here, Nodes, begin, each_face, each_path, each_process_path, nodes
+from tests.inject import gated_copies, gated_memories, stubborn_inproc
 from tests.integration.content import SPOILT, content
-from tests.integration.inject import gated_copies, gated_memories, stubborn_inproc
 from tests.integration.own_loop import outcome
-from tests.integration.processes import child, descriptors, eventually
-from tests.loop_nodes import event_log
+from tests.integration.processes import child, descriptors
+from tests.integration.rig import MISSING, Here, Nodes, begin, each_face, each_path, each_process_path, nodes
+from tests.loop_nodes import event_log, eventually
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 CANARY = 0xA5
@@ -262,6 +262,8 @@ async def test_6_12_memory_taken_back_during_a_pull_is_read_no_more_when_that_re
         running = api.start(lambda: api.do(n.decoder.kv_cache_manager.pull_cache, key, cache, timeout=5000))
         await api.until(lambda: gate.held > 0)
         taken = api.start(lambda: api.do(n.prompt.cache_manager.unregister_cache, made.cache_id))
+        registry = duo.engine_of(n.prompt).registry
+        await api.until(lambda: registry.local(made.cache_id) is None)  # the release has begun
         error = await pulled_or_error(running, taken, gate, source)
         if error is None:
             assert np.array_equal(np.stack([array[0] for array in duo.arrays(cache)]), right)
@@ -272,7 +274,6 @@ async def test_6_12_memory_taken_back_during_a_pull_is_read_no_more_when_that_re
 
 async def pulled_or_error(running: Any, taken: Any, gate: Any, source: Any) -> Any:
     """How the pull ended, after the memory had been taken back and overwritten."""
-    await asyncio.sleep(0.1)  # the release has begun, and waits for the reader or has cut it
     gate.open()
     outcome = await taken.outcome()
     assert outcome is None, outcome

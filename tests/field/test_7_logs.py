@@ -17,11 +17,21 @@ import structlog
 from kvpull_async import CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode, LLMTimeoutError, observe
 from tests import duo
 from tests.conformance.api import AWAITED, Api
-from tests.field.rig import Nodes, begin, each_face, each_path, each_process_path, each_size, nodes
-from tests.integration.inject import gated_memories
+from tests.inject import gated_memories
 from tests.integration.own_loop import outcome
 from tests.integration.processes import child
 from tests.integration.pushing import ends
+from tests.integration.rig import (
+    PATHS,
+    Nodes,
+    begin,
+    each_face,
+    each_path,
+    each_process_path,
+    each_size,
+    faces_in_turn,
+    nodes,
+)
 from tests.loop_nodes import event_log, eventually
 
 FAILED = {
@@ -213,11 +223,9 @@ async def story(n: Nodes) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO, logging.CRITICAL + 1], ids=["debug", "info", "off"])
-@each_path
-@each_face
+@faces_in_turn(path=PATHS, level=[logging.DEBUG, logging.INFO, logging.CRITICAL + 1])
 async def test_7_5_what_happens_does_not_depend_on_what_is_logged(
-    level: int, path: str, api: Api, caplog: pytest.LogCaptureFixture
+    api: Api, path: str, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(level, "kvpull")
     async with nodes(api, path) as n:

@@ -15,9 +15,9 @@ import pytest
 from kvpull_async import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode
 from tests import duo, house
 from tests.conformance.api import AWAITED, Api
-from tests.field.rig import OK, Nodes, begin, each_face, each_path, nodes
-from tests.integration.inject import gated_copies, gated_memories, stubborn_inproc
+from tests.inject import gated_copies, gated_memories, stubborn_inproc
 from tests.integration.own_loop import outcome
+from tests.integration.rig import OK, PATHS, Nodes, begin, each_face, each_path, faces_in_turn, nodes
 
 U8 = DataType.DT_UINT8
 CANARY = 0xA5
@@ -264,10 +264,8 @@ def test_9_6_no_exception_of_the_library_is_made_without_a_status() -> None:
 # -- 9.7: the deadline of a call ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["kv_cache_manager", "cache_manager"])
-@each_path
-@each_face
-async def test_9_7_a_timeout_of_the_call_counts_instead_of_that_of_the_node(kind: str, path: str, api: Api) -> None:
+@faces_in_turn(path=PATHS, kind=["kv_cache_manager", "cache_manager"])
+async def test_9_7_a_timeout_of_the_call_counts_instead_of_that_of_the_node(api: Api, path: str, kind: str) -> None:
     """Longer and shorter. Without one the node's own counts, for blocks too."""
     async with nodes(api, path, sync_kv_timeout=150) as n:
         await n.publish()

@@ -11,9 +11,10 @@ import pytest
 
 from kvpull_async.testing.faults import Gate
 from tests import duo
-from tests.integration.inject import gated_memories
+from tests.canaries import intact
+from tests.inject import gated_memories
 from tests.integration.own_loop import within
-from tests.layered import LAYERED, intact, key
+from tests.layered import LAYERED, key
 
 SOME = 2
 """Layers that land before the gate of `held` stops the transfer."""

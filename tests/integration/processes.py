@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests import duo
+from tests.loop_nodes import eventually
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 40.0
@@ -185,10 +185,3 @@ def _is_socket(entry: Path) -> bool:
         return str(entry.readlink()).startswith("socket:")
     except OSError:
         return False
-
-
-async def eventually(condition: Callable[[], bool], what: Callable[[], str] = lambda: "") -> None:
-    give_up = time.monotonic() + 15
-    while not condition():
-        assert time.monotonic() < give_up, what()
-        await asyncio.sleep(0.005)

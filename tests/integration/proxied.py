@@ -13,13 +13,16 @@ from kvpull_async import LLMStatusCode as Status
 from kvpull_async.linkage import LinkState
 from kvpull_async.testing.proxy import FaultProxy, Planner
 from tests import duo
+from tests.canaries import set_canary
 from tests.integration.content import content
 from tests.integration.own_loop import outcome, within
-from tests.integration.processes import Child, child, eventually
+from tests.integration.processes import Child, child
+from tests.loop_nodes import eventually
 
-CANARY = 0xA5
-OVER = 1.0
-"""Seconds that a call may end after its deadline here; promised are 0.1 on a machine that has nothing else to do."""
+OVER = 5.0
+"""Seconds that a call may end after its deadline on a machine that has too much to do; promised are 0.1 on another one,
+and `benchmarks/bench_deadline.py` measures that. Whatever waits for something else waits for longer.
+"""
 QUICK: dict[str, Any] = {"heartbeat_interval": 100, "heartbeat_timeout": 900, "handshake_timeout": 600}
 """(A machine that has a lot to do must not be taken for a dead peer.)"""
 SIZES = {"inline": 1024, "streamed": 3 * 1024 * 1024}
@@ -109,15 +112,6 @@ def check_failure(error: BaseException) -> None:
     assert str(error)
     assert error.peer
     assert error.retry_safe is not error.destination_unsafe
-
-
-def set_canary(cache: Any) -> None:
-    for array in duo.arrays(cache):
-        array[:] = CANARY
-
-
-def intact(cache: Any) -> bool:
-    return all(bool((array == CANARY).all()) for array in duo.arrays(cache))
 
 
 @contextlib.asynccontextmanager

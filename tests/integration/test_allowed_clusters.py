@@ -28,9 +28,8 @@ from kvpull_async.protocol import frames
 from kvpull_async.protocol.session import Failed, Session
 from tests import duo, hostile
 from tests.conformance.api import AWAITED, Api
-from tests.field.rig import begin, each_face, each_path
-from tests.integration.processes import eventually
-from tests.loop_nodes import event_log
+from tests.integration.rig import begin, each_face, each_path
+from tests.loop_nodes import event_log, eventually
 from tests.transferring import Ready
 from tests.wire import SAMPLES, identity
 

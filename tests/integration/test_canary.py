@@ -14,12 +14,12 @@ import pytest
 
 from kvpull_async import LLMTimeoutError
 from tests import duo
-from tests.integration.inject import stubborn_inproc
+from tests.canaries import intact, set_canary
+from tests.inject import stubborn_inproc
 from tests.integration.own_loop import LoopPair, Suspended, loop_pair, prefix_key, stopped_at, within
 
 pytestmark = pytest.mark.smoke
 
-CANARY = 0xA5
 PATHS = ("tcp", "inproc", "shm", "stubborn")
 SIZES = {"inline": duo.SMALL, "streamed": duo.BIG}
 
@@ -31,15 +31,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         stubborn_inproc(monkeypatch)
         return "inproc"
     return str(request.param)
-
-
-def set_canary(cache: Any) -> None:
-    for array in duo.arrays(cache):
-        array[:] = CANARY
-
-
-def unchanged(cache: Any) -> bool:
-    return all(bool((array == CANARY).all()) for array in duo.arrays(cache))
 
 
 def blank(cache: Any) -> None:
@@ -54,7 +45,7 @@ async def check_after(pair: LoopPair, stopped: Any, other: Any, *, number: int) 
     blank(other)
     await within(pair.puller.pull(prefix_key(entry), other, 1))
     assert duo.holds(other, entry=1, source=entry), f"the pull after the one stopped at await {number}"
-    assert unchanged(stopped), f"written after the pull stopped at await {number} had raised"
+    assert intact(stopped), f"written after the pull stopped at await {number} had raised"
 
 
 @pytest.mark.parametrize("path", PATHS, indirect=True)

@@ -20,24 +20,16 @@ from kvpull_async.links import Target
 from kvpull_async.managers import pulls
 from kvpull_async.values import Placement
 from tests import duo
-from tests.integration.inject import gated_memories, stubborn_inproc
+from tests.canaries import intact, set_canary
+from tests.inject import gated_memories, stubborn_inproc
 from tests.integration.own_loop import LoopNode, Suspended, loop_pair, outcome, prefix_key, stopped_at, within
-from tests.integration.processes import eventually, sockets
+from tests.integration.processes import sockets
+from tests.loop_nodes import eventually
 
 pytestmark = pytest.mark.smoke
 
-CANARY = 0xA5
 SIZES = {"inline": duo.SMALL, "streamed": duo.BIG}
 KINDS = [(path, size) for path in ("tcp", "inproc", "shm") for size in SIZES]
-
-
-def set_canary(cache: Any) -> None:
-    for array in duo.arrays(cache):
-        array[:] = CANARY
-
-
-def intact(cache: Any) -> bool:
-    return all(bool((array == CANARY).all()) for array in duo.arrays(cache))
 
 
 class HeldCore:

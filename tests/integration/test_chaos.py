@@ -50,7 +50,7 @@ def test_a_short_soak_finds_no_growth_and_one_warning_for_each_cut(path: str) ->
 
 
 def test_words_turn_back_into_what_they_were_made_of(module: Any) -> None:
-    content = module("chaos_content")
+    content = module("bad_days.content")
     array = module("numpy").zeros(content.MOST, "u1")
     first, second = content.Identity(1, 200, 4095, 2**24 - 1, 1023, 63), content.Identity(0, 0, 0, 0, 0, 0)
     content.fill(array, first)
@@ -60,7 +60,7 @@ def test_words_turn_back_into_what_they_were_made_of(module: Any) -> None:
 
 @pytest.mark.parametrize("change", ["flip", "shift", "tensor", "generation", "torn"])
 def test_bytes_that_are_not_those_are_seen(module: Any, change: str) -> None:
-    content = module("chaos_content")
+    content = module("bad_days.content")
     right = content.Identity(1, 2, 3, 4, 5, 6)
     array = module("numpy").zeros(4096, "u1")
     content.fill(array, right)
@@ -79,7 +79,7 @@ def test_bytes_that_are_not_those_are_seen(module: Any, change: str) -> None:
 
 
 def test_what_does_not_fit_an_identity_is_refused(module: Any) -> None:
-    content = module("chaos_content")
+    content = module("bad_days.content")
     with pytest.raises(ValueError, match="1024"):
         content.Identity(1, 2, 3, 4, 1024, 6).packed()
 
@@ -89,7 +89,7 @@ def test_what_does_not_fit_an_identity_is_refused(module: Any) -> None:
 
 def made(module: Any, seed: int) -> list[Any]:
     more = {"prefills": 3, "decodes": 3, "every": 0.3, "heartbeat": 2.0, "lines": True}
-    found: list[Any] = module("chaos_schedule").schedule(seed, 0, 300.0, **more)
+    found: list[Any] = module("bad_days.schedule").schedule(seed, 0, 300.0, **more)
     return found
 
 
@@ -99,7 +99,7 @@ def test_a_seed_always_makes_the_same_schedule(module: Any) -> None:
 
 
 def test_faults_leave_time_to_recover_and_the_first_of_each_role_alive(module: Any) -> None:
-    touches = module("chaos_schedule").touches
+    touches = module("bad_days.schedule").touches
     faults = made(module, 7)
     assert len(faults) > 100
     for number, fault in enumerate(faults):

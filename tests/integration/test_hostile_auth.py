@@ -1,5 +1,5 @@
 """Who does not have the secret: what such a client may say on the wire, and that it gets no further, learns nothing and
-keeps nobody out. The client is made by hand (tests/wire_client.py).
+keeps nobody out. The client is made by hand (wire_client.py beside it).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from tests.hostile import (
     pulling,
     serving,
 )
-from tests.loop_nodes import EventLog, event_log
-from tests.wire_client import (
+from tests.integration.wire_client import (
     CHALLENGE,
     GRANT,
     HELLO,
@@ -46,6 +45,7 @@ from tests.wire_client import (
     proof,
     request,
 )
+from tests.loop_nodes import EventLog, event_log
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 NODE = 0x5EC2E7_C105_7E2D

@@ -1,6 +1,6 @@
 """Whoever is dialled in place of the right node, and does not have the secret: false proofs, mirrors, silence. The side
 that dials learns why in time, is not linked and leaves nothing open. The listener is made by hand
-(tests/wire_client.py).
+(wire_client.py beside it).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import pytest
 
 from kvpull_async import LLMStatusCode
 from tests.hostile import OK, info, link, links_of, node, pulling, unlink
-from tests.loop_nodes import EventLog, event_log
-from tests.wire_client import (
+from tests.integration.wire_client import (
     CHALLENGE,
     HELLO,
     PROVE,
@@ -27,7 +26,8 @@ from tests.wire_client import (
     proof,
     server,
 )
-from tests.wire_listener import CHALLENGED, SECRET, Script, accepts, relay, take, welcome
+from tests.integration.wire_listener import CHALLENGED, SECRET, Script, accepts, relay, take, welcome
+from tests.loop_nodes import EventLog, event_log
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 DIFFER = "the link secrets of the two sides differ"

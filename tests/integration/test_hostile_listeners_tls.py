@@ -1,6 +1,6 @@
 """Whoever is dialled in place of a node with TLS: false certificates, none, plain bytes, silence. The side that dials
 learns why in time, says nothing that is not encrypted and leaves nothing open. The listener is made by hand
-(tests/wire_client.py).
+(wire_client.py beside it).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pytest
 from kvpull_async import CacheKey, LLMException, LLMStatusCode
 from tests.certificates import cluster
 from tests.hostile import DESC, OK, honest_pull, info, link, links_of, pulling, serving, unlink
+from tests.integration.tls_scene import NODE, Office, guarded
+from tests.integration.wire_client import AGREED, CHALLENGE, HELLO, REFUSED, Wire, frame, server
+from tests.integration.wire_listener import SECRET, Script, accepts, relay, take
 from tests.loop_nodes import EventLog, event_log
-from tests.tls_scene import NODE, Office, guarded
-from tests.wire_client import AGREED, CHALLENGE, HELLO, REFUSED, Wire, frame, server
-from tests.wire_listener import SECRET, Script, accepts, relay, take
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 

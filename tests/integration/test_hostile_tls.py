@@ -1,5 +1,5 @@
 """Who has no certificate, or not the right one: that such a client gets no further than the handshake, learns nothing
-and keeps nobody out. The client is made by hand (tests/wire_client.py).
+and keeps nobody out. The client is made by hand (wire_client.py beside it).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID
 
 from tests.certificates import Authority, cluster
 from tests.hostile import STRIDE, TENSORS, publish
+from tests.integration.tls_scene import ME, NODE, Office, admitted, guarded, presents
+from tests.integration.wire_client import AGREED, DONE, DONE_ACK, GRANT, REJECT, WELCOME, Wire, frame, linked, request
 from tests.loop_nodes import EventLog, event_log
-from tests.tls_scene import ME, NODE, Office, admitted, guarded, presents
-from tests.wire_client import AGREED, DONE, DONE_ACK, GRANT, REJECT, WELCOME, Wire, frame, linked, request
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """What comes in place of TLS, or within it: strangers, stalls, floods and ends. The client is made by hand
-(tests/wire_client.py).
+(wire_client.py beside it).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import pytest
 from kvpull_async import LLMDataDist, LLMStatusCode
 from tests.certificates import cluster
 from tests.hostile import honest_client, serving
-from tests.key_updates import KeyUpdates
-from tests.loop_nodes import EventLog, event_log, eventually
-from tests.tls_scene import ME, NODE, Office, admitted, guarded, unharmed
-from tests.wire_client import (
+from tests.integration.key_updates import KeyUpdates
+from tests.integration.tls_scene import ME, NODE, Office, admitted, guarded, unharmed
+from tests.integration.wire_client import (
     AGREED,
     CHALLENGE,
     MAGIC,
@@ -33,6 +32,7 @@ from tests.wire_client import (
     frames_in,
     linked,
 )
+from tests.loop_nodes import EventLog, event_log, eventually
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 WANTED = "the accepting side wants TLS, the dialling side has no certificates"

@@ -1,5 +1,5 @@
 """The second connection of a link, and its payload connections: what they are bound to, and that nobody else's counts.
-The client is made by hand (tests/wire_client.py).
+The client is made by hand (wire_client.py beside it).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import pytest
 
 from kvpull_async import LLMDataDist, LLMStatusCode
 from tests.hostile import STRIDE, TENSORS, honest_client, links_of, publish, serving
-from tests.loop_nodes import EventLog, event_log, eventually
-from tests.wire_client import (
+from tests.integration.wire_client import (
     AGREED,
     GRANT,
     MAGIC,
@@ -30,6 +29,7 @@ from tests.wire_client import (
     linked,
     request,
 )
+from tests.loop_nodes import EventLog, event_log, eventually
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 SECRET = b"correct horse battery staple"

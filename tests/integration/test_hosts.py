@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.integration.netns import Host, hosts
 from tests.integration.processes import Child, child
-from tests.netns import Host, hosts
 
 QUICK: dict[str, Any] = {"heartbeat_interval": 150, "heartbeat_timeout": 1000, "handshake_timeout": 800}
 PATIENT: dict[str, Any] = {"heartbeat_interval": 500, "heartbeat_timeout": 6000, "handshake_timeout": 3000}

@@ -17,9 +17,9 @@ from kvpull_async.protocol import frames
 from kvpull_async.serve import Serving
 from kvpull_async.testing.faults import GatedMemory
 from tests import duo
-from tests.integration.inject import gated_memories
+from tests.inject import gated_memories
 from tests.integration.own_loop import loop_pair, outcome, within
-from tests.integration.processes import eventually
+from tests.loop_nodes import eventually
 
 PATHS = ("tcp", "inproc", "shm")
 SOON = 8.0

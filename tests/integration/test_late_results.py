@@ -12,7 +12,7 @@ import pytest
 
 from kvpull_async import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMDataDist, LLMRole, Placement
 from tests import duo
-from tests.integration.processes import eventually
+from tests.loop_nodes import eventually
 
 DESC = CacheDesc(2, [4, 64], DataType.DT_UINT8, Placement.DEVICE)
 MEMORY = np.zeros((2, 4, 64), np.uint8)

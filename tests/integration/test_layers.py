@@ -11,10 +11,11 @@ import pytest
 
 from kvpull_async import LLMException, LLMStatusCode
 from tests import duo
+from tests.canaries import set_canary
 from tests.integration.held_layers import SOME, begin, held, some
 from tests.integration.own_loop import outcome, within
-from tests.integration.processes import eventually
-from tests.layered import FLAT, LAYERED, LAYERS, key, layer_holds, set_canary
+from tests.layered import FLAT, LAYERED, LAYERS, key, layer_holds
+from tests.loop_nodes import eventually
 
 pytestmark = pytest.mark.smoke
 

@@ -11,11 +11,12 @@ import pytest
 from kvpull_async import CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode, LLMTimeoutError
 from kvpull_async.managers import pulls
 from tests import duo
+from tests.canaries import intact, set_canary
+from tests.inject import gated_memories
 from tests.integration.held_layers import SOME, begin, held, some
-from tests.integration.inject import gated_memories
 from tests.integration.own_loop import outcome, within
 from tests.integration.processes import child
-from tests.layered import FLAT, LAYERED, LAYERS, intact, key, layer_holds, set_canary
+from tests.layered import FLAT, LAYERED, LAYERS, key, layer_holds
 from tests.loop_nodes import eventually
 
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

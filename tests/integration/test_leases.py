@@ -6,6 +6,7 @@ import asyncio
 import gc
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,10 @@ import pytest
 from kvpull_async import CacheDesc, DataType
 from tests import duo
 from tests.conformance.api import AWAITED, Api
-from tests.field.rig import begin, each_face, each_path, nodes
-from tests.integration.inject import gated_copies
-from tests.integration.processes import eventually
-from tests.leased import INVALID, LONG, expired, key, leased, refused
-from tests.loop_nodes import event_log
+from tests.inject import gated_copies
+from tests.integration.leased import INVALID, LONG, expired, key, leased, refused
+from tests.integration.rig import begin, each_face, each_path, nodes
+from tests.loop_nodes import event_log, eventually
 
 pytestmark = pytest.mark.smoke
 
@@ -51,9 +51,9 @@ async def test_a_key_goes_by_itself_and_the_others_stay(path: str, api: Api) -> 
             assert duo.holds(cache, entry=1, source=2)
             await leased(n, 1, lease=None)  # the name is free again
             await api.do(pull, key(1), cache)
-        assert [(event["keys"], event["key"]) for event in log.named("key.expired")] == [
-            (2, "request:1:0 request:2:0")
-        ] or sum(event["keys"] for event in log.named("key.expired")) == 2
+        told = log.named("key.expired")  # one for both, or one for each
+        assert sum(event["keys"] for event in told) == 2
+        assert {name for event in told for name in event["key"].split()} == {"request:1:0", "request:2:0"}
 
 
 @each_face
@@ -171,26 +171,25 @@ async def test_who_waits_for_an_expired_key_gets_the_next_one_of_that_name() -> 
 # -- many --------------------------------------------------------------------------------------------------------------
 
 
-class Gaps:
-    """How long a loop was held at the longest."""
+class Turns:
+    """How many keys ended at the most between two turns of others on that loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, ended: Callable[[], int]) -> None:
         self._loop = loop
-        self._last = 0.0
-        self.longest = 0.0
+        self._ended = ended
+        self._last = ended()
+        self._running = True
+        self.most = 0
         loop.call_soon_threadsafe(self._tick)
 
     def _tick(self) -> None:
-        now = time.monotonic()
-        self.longest = max(self.longest, now - (self._last or now))
-        self._last = now
-        self._handle = self._loop.call_later(0.001, self._tick)
-
-    def start(self) -> None:
-        self.longest = 0.0
+        now = self._ended()
+        self.most, self._last = max(self.most, now - self._last), now
+        if self._running:
+            self._loop.call_soon(self._tick)
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._handle.cancel)
+        self._running = False
 
 
 async def test_p6_a_hundred_thousand_leases_are_one_timer_and_hold_nobody_up() -> None:
@@ -205,10 +204,7 @@ async def test_p6_a_hundred_thousand_leases_are_one_timer_and_hold_nobody_up() -
         registry = duo.engine_of(n.prompt).registry
         assert len(registry._leases) == 100_000
         assert len(loop._scheduled) < timers + 30  # type: ignore[attr-defined]
-        gaps = Gaps(loop)
-        await asyncio.sleep(0.5)
-        idle = gaps.longest
-        end = time.monotonic() + 0.5
+        end = time.monotonic() + 0.7
 
         def ends(entry: Any) -> None:
             for binding in tuple(entry.bindings.values()):
@@ -217,10 +213,11 @@ async def test_p6_a_hundred_thousand_leases_are_one_timer_and_hold_nobody_up() -
         for entry in registry.entries()[:20]:
             loop.call_soon_threadsafe(ends, entry)
         await asyncio.sleep(0.3)
-        assert "keys_expired" not in n.prompt.counters
-        gaps.start()
+        early = n.prompt.counters.get("keys_expired", 0)
+        assert early == 0 or time.monotonic() >= end
+        turns = Turns(loop, lambda: n.prompt.counters.get("keys_expired", 0))
         await eventually(lambda: n.prompt.counters.get("keys_expired", 0) == 20_000)
-        gaps.stop()
-        assert gaps.longest < max(0.03, 5 * idle), (gaps.longest, idle)
+        turns.stop()
+        assert turns.most < 2000, "a millisecond's worth of keys ends at a time, of twenty thousand"
         await n.publish(first=200_000)
         await n.check_right(key=200_000)

@@ -100,7 +100,7 @@ PULL = STARTED | {"peer", "path", "queue_ms", "connect_ms", "request_ms"}
 SERVE = {"local_cluster_id", "cluster_id", "peer", "pull_id", "request_id", "key", "traceparent"}
 FIELDS: dict[str, set[str]] = {
     "link.listening": {"local_cluster_id", "address"},
-    "link.up": {"local_cluster_id", "cluster_id", "peer", "path", "why", "dialled"},
+    "link.up": {"local_cluster_id", "cluster_id", "peer", "path", "why", "dialled", "protocol"},
     "link.lost": {"local_cluster_id", "cluster_id", "peer", "reason"},
     "link.closed": {"local_cluster_id", "cluster_id", "peer", "reason"},
     "link.failed": {"local_cluster_id", "cluster_id", "peer", "status", "reason"},

@@ -13,9 +13,9 @@ import pytest
 
 from kvpull_async import CacheKey, LLMException, LLMRole, LLMStatusCode, LLMTimeoutError
 from tests import duo
-from tests.integration.inject import faulty_transports, gated_memories
+from tests.inject import faulty_transports, gated_memories
 from tests.integration.own_loop import outcome, within
-from tests.integration.processes import eventually
+from tests.loop_nodes import eventually
 
 PATHS = ("tcp", "inproc", "shm")
 SIZES = {"inline": duo.SMALL, "streamed": duo.BIG}

@@ -20,10 +20,11 @@ from kvpull_async import (
 )
 from kvpull_async.values import LLMRole
 from tests import duo
+from tests.canaries import intact, set_canary
 from tests.integration.own_loop import outcome, within
-from tests.integration.processes import Child, Footprint, child, eventually
+from tests.integration.processes import Child, Footprint, child
+from tests.loop_nodes import eventually
 
-CANARY = 0xA5
 SIZES = {"inline": 1024, "streamed": 3 * 1024 * 1024}
 QUICK: dict[str, Any] = {"heartbeat_interval": 50, "heartbeat_timeout": 400, "handshake_timeout": 400}
 PROMPT, DECODER = duo.PROMPT, duo.DECODER
@@ -62,15 +63,6 @@ class Puller:
         cache = await self.cache(nbytes)
         await within(self.pull(cache, key, entry=1))
         assert duo.holds(cache, entry=1, source=key % 4)
-
-
-def set_canary(cache: KvCache) -> None:
-    for array in duo.arrays(cache):
-        array[:] = CANARY
-
-
-def intact(cache: KvCache) -> bool:
-    return all(bool((array == CANARY).all()) for array in duo.arrays(cache))
 
 
 def link_failed(error: BaseException | None) -> None:

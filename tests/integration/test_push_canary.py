@@ -19,7 +19,7 @@ import pytest
 from kvpull_async import CacheKeyByIdAndIndex, LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.values import CacheDesc, LLMRole
 from tests import duo
-from tests.integration.inject import faulty_transports, gated_memories, stubborn_inproc
+from tests.inject import faulty_transports, gated_memories, stubborn_inproc
 from tests.integration.own_loop import LoopNode, Suspended, outcome, stopped_at, within
 from tests.integration.pushing import PUSHER, RECEIVER, Stock, desc, laid, options_for
 

@@ -14,11 +14,12 @@ from kvpull_async import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.values import LLMRole
 from tests import duo
 from tests.conformance.api import AWAITED
+from tests.inject import gated_copies
 from tests.integration.content import SPOILT
-from tests.integration.inject import gated_copies
 from tests.integration.own_loop import outcome, within
-from tests.integration.processes import Child, Footprint, child, eventually
+from tests.integration.processes import Child, Footprint, child
 from tests.integration.pushing import PUSHER, RECEIVER, Ends, Stock, desc, laid, options_for
+from tests.loop_nodes import eventually
 
 WAYS = ("tcp", "mapped", "read", "streamed")
 SENT = ("tcp", "streamed")

@@ -21,7 +21,7 @@ from kvpull_async import engine as engine_module
 from kvpull_async.testing.faults import Gate
 from kvpull_async.values import Placement
 from tests import duo
-from tests.integration.inject import gated_memories
+from tests.inject import gated_memories
 from tests.integration.own_loop import LoopPair, loop_pair, outcome, prefix_key, within
 
 CANARY = 0xA5

@@ -15,12 +15,14 @@ from kvpull_async import CacheDesc, CacheKey, DataType, LLMDataDist, LLMExceptio
 from kvpull_async.linkage import LinkState
 from kvpull_async.testing.proxy import FaultProxy
 from tests import duo
+from tests.canaries import intact, set_canary
 from tests.integration.own_loop import outcome, within
-from tests.integration.processes import Child, child, eventually, few_descriptors, sockets
-from tests.integration.proxied import begin, check_failure, intact, set_canary
+from tests.integration.processes import Child, child, few_descriptors, sockets
+from tests.integration.proxied import begin, check_failure
+from tests.loop_nodes import eventually
 
-SLACK = 2.0
-"""Seconds that a slow machine may need beyond what was promised."""
+SLACK = 8.0
+"""Seconds that a slow machine may need beyond what was promised; what is looked for would take 20 s."""
 BEAT = 0.3
 """Seconds between heartbeats."""
 BEATS: dict[str, Any] = {"heartbeat_interval": 300, "heartbeat_timeout": 1500, "handshake_timeout": 1000}
@@ -84,7 +86,7 @@ async def test_p1_p4_pending_pulls_end_with_the_peer_and_the_link_comes_back_by_
             cache = await here.cache()
             there.stop()
             pending = [begin(here.pull(cache, entry, entry=entry)) for entry in range(4)]
-            await asyncio.sleep(0.05)
+            await eventually(lambda: here.node.counters["pulls_started"] == 5)
             assert not any(pull.done() for pull in pending)
             there.kill()
             began = time.monotonic()
@@ -111,10 +113,11 @@ async def test_p4_p10_attempts_to_reach_a_dead_peer_are_damped() -> None:
             cache = await here.cache()
             there.kill()
             await eventually(lambda: bool(here.node.counters.get("links_lost")))
-            before = proxy.accepted
+            before, began = proxy.accepted, time.monotonic()
             await asyncio.sleep(2.0)
-            idle = proxy.accepted - before
-            assert 3 <= idle <= 15, f"{idle} attempts in 2 s while nobody asked"
+            await eventually(lambda: proxy.accepted - before >= 3)
+            idle, took = proxy.accepted - before, time.monotonic() - began
+            assert idle <= 5 + 5 * took, f"{idle} attempts in {took:.1f} s while nobody asked"
             before, began = proxy.accepted, time.monotonic()
             while time.monotonic() - began < 1.0:
                 pulls = [begin(here.pull(cache, 0, timeout=200, entry=entry)) for entry in range(4)]
@@ -216,13 +219,13 @@ async def died_and_back(storm: Storm, first: int, count: int) -> float:
 
 @pytest.mark.slow
 async def test_p4_fifty_links_whose_peers_all_died_come_back_at_a_time() -> None:
-    """Measured by how long one takes; made one after another they would take fifty times that."""
+    """Measured by how long one takes, a heartbeat included: one after another they would take fifty times that."""
     async with puller() as here:
         storm = Storm(here.node)
         one = max([await died_and_back(storm, 50, 1) for _ in range(2)])
         fifty = await died_and_back(storm, 100, 2 * EACH)
         sys.stdout.write(f"one link was back after {one:.3f} s, fifty after {fifty:.3f} s\n")
-        assert fifty < 3 * (one + BEAT + 0.1), f"one: {one:.3f} s, fifty: {fifty:.3f} s"
+        assert fifty < EACH * (one + BEAT), f"one: {one:.3f} s, fifty: {fifty:.3f} s"
 
 
 @pytest.mark.slow
@@ -235,10 +238,10 @@ async def test_p4_p5_links_come_back_while_others_wait_for_peers_that_say_nothin
             silent.stop()
             await eventually(lambda: storm.up(300, EACH) == 0)
             took = await died_and_back(storm, 400, EACH)
-            assert took < BEAT + SLACK
+            assert took < EACH * BEATS["handshake_timeout"] / 1000 / 2, "they waited for one after the other"
             silent.go_on()
             back = await storm.takes(lambda: storm.up(300, EACH) == EACH)
-            assert back < BEATS["handshake_timeout"] / 1000 + BEAT + SLACK
+            assert back < EACH * BEATS["handshake_timeout"] / 1000 / 2
             await storm.check(300, EACH)
 
 

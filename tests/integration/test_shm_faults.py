@@ -18,9 +18,10 @@ from kvpull_async import CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, LL
 from kvpull_async.testing.faults import Gate
 from kvpull_async.values import LLMRole
 from tests import duo
-from tests.integration.inject import gated_copies
+from tests.canaries import intact, set_canary
+from tests.inject import gated_copies
 from tests.integration.own_loop import outcome
-from tests.integration.processes import Child, child, eventually
+from tests.integration.processes import Child, child
 from tests.integration.reader import (
     KINDS,
     NBYTES,
@@ -33,10 +34,10 @@ from tests.integration.reader import (
     source_kind,
     whole,
 )
+from tests.loop_nodes import eventually
 
 LINK_FAILED, NOT_EXIST = LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 ONE_SIDED = [kind for kind in KINDS if kind != "streamed"]
-CANARY = 0xA5
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -79,15 +80,6 @@ async def held(monkeypatch: pytest.MonkeyPatch, kind: str, **properties: Any) ->
             yield Held(source, here, gate, kind)
         finally:
             gate.open()
-
-
-def set_canary(cache: Any) -> None:
-    for array in duo.arrays(cache):
-        array[:] = CANARY
-
-
-def intact(cache: Any) -> bool:
-    return all(bool((array == CANARY).all()) for array in duo.arrays(cache))
 
 
 @each_kind

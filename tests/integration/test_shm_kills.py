@@ -20,8 +20,9 @@ from kvpull_async import LLMException, LLMStatusCode, LLMTimeoutError
 from tests import duo
 from tests.integration.content import content
 from tests.integration.own_loop import outcome
-from tests.integration.processes import Child, child, descriptors, eventually, mappings
+from tests.integration.processes import Child, child, descriptors, mappings
 from tests.integration.reader import KINDS, Reader, options_for, reader, source_kind
+from tests.loop_nodes import eventually
 
 KILLS = int(os.environ.get("KVPULL_KILLS", "6"))
 NBYTES = 5 * 1024 * 1024

@@ -16,8 +16,9 @@ from kvpull_async.values import LLMRole, Placement
 from tests import duo
 from tests.integration.content import content
 from tests.integration.own_loop import outcome, within
-from tests.integration.processes import Footprint, child, descriptors, eventually, mappings
+from tests.integration.processes import Footprint, child, descriptors, mappings
 from tests.integration.reader import KINDS, fields, options_for, reader, source, source_kind, whole
+from tests.loop_nodes import eventually
 
 SMALL, LARGE = 100_000, 3 * 1024 * 1024
 each_kind = pytest.mark.parametrize("kind", KINDS)

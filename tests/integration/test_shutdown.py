@@ -18,9 +18,9 @@ import pytest
 from kvpull_async import LLMException, LLMStatusCode
 from kvpull_async.testing.proxy import Fault, FaultKind, Way
 from tests import duo
-from tests.conformance.api import Api
-from tests.field.rig import each_face, nodes
+from tests.conformance.api import AWAITED, BLOCKING, Api
 from tests.integration.peers.shutting import REMOTE, TERMINATED
+from tests.integration.rig import nodes
 from tests.integration.running import Running, running
 from tests.integration.test_blocking import source
 from tests.integration.test_exit import check_the_peer_goes_on
@@ -30,7 +30,6 @@ IN_TIME = (CLOSE_MS + SETTLE_MS) / 1000 + 10
 """Seconds in which a program has ended, on a slow machine too; its calls have 30 s and more."""
 FACES, CALLS = ("awaited", "blocking"), ("pull", "many", "push", "transfer", "link")
 STATUS = {signal.SIGTERM: TERMINATED, signal.SIGINT: -signal.SIGINT}
-by_signal = pytest.mark.parametrize("number", STATUS, ids=lambda number: number.name)
 
 
 @contextlib.contextmanager
@@ -85,9 +84,10 @@ def begun(here: Running) -> None:
 # --- signals ---
 
 
-@pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("doing", CALLS)
-@by_signal
+@pytest.mark.parametrize(
+    ("face", "doing", "number"),
+    [(face, doing, list(STATUS)[(i + j) % 2]) for i, doing in enumerate(CALLS) for j, face in enumerate(FACES)],
+)
 def test_p8_a_signal_during_a_call_to_a_stopped_peer_ends_the_program_in_time(
     face: str, doing: str, number: signal.Signals
 ) -> None:
@@ -96,8 +96,7 @@ def test_p8_a_signal_during_a_call_to_a_stopped_peer_ends_the_program_in_time(
         ends(here, number)
 
 
-@pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("doing", ["many", "push"])
+@pytest.mark.parametrize(("face", "doing"), [("awaited", "many"), ("blocking", "push")])
 def test_p8_a_signal_during_a_call_to_a_dead_peer_ends_the_program_in_time(face: str, doing: str) -> None:
     """The call waits for its return."""
     with peer() as (there, address), program(face, doing, address) as here:
@@ -107,8 +106,7 @@ def test_p8_a_signal_during_a_call_to_a_dead_peer_ends_the_program_in_time(face:
         ends(here, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("doing", ["pull", "link"])
+@pytest.mark.parametrize(("face", "doing"), [("awaited", "link"), ("blocking", "pull")])
 def test_p8_a_program_that_forgets_finalize_and_is_signalled_ends_in_time_too(face: str, doing: str) -> None:
     with peer() as (there, address), program(face, doing, address, forgets=True) as here, stopped(there):
         begun(here)
@@ -135,9 +133,15 @@ HARM = {
 }
 
 
-@each_face
-@pytest.mark.parametrize("harm", HARM)
-@pytest.mark.parametrize("who", ["decoder", "prompt"])
+@pytest.mark.parametrize(
+    ("api", "harm", "who"),
+    [
+        (api, harm, ("decoder", "prompt")[(i + j) % 2])
+        for i, harm in enumerate(HARM)
+        for j, api in enumerate((AWAITED, BLOCKING))
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_p3_p8_finalize_in_the_middle_of_a_pull_is_bounded_whatever_the_line_does(
     api: Api, harm: str, who: str
 ) -> None:
@@ -168,9 +172,8 @@ def test_p3_p8_finalize_in_the_middle_of_a_pull_is_bounded_whatever_the_line_doe
 @pytest.mark.parametrize(
     ("way", "method", "big"),
     [
-        ("processes", "spawn", False), ("processes", "fork", False), ("processes", "fork", True),
-        ("processes", "forkserver", False), ("executor", "fork", False), ("executor", "spawn", False),
-        ("fork", "fork", True),
+        ("processes", "spawn", False), ("processes", "fork", True), ("processes", "forkserver", False),
+        ("executor", "spawn", False), ("fork", "fork", True),
     ],
 )  # fmt: skip
 def test_p8_processes_started_beside_a_node_work_for_themselves_and_end_without_harm(

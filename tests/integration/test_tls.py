@@ -102,16 +102,17 @@ MISMATCHED = {
 async def test_tls_on_one_side_only_says_so_at_once(
     authority: Authority, theirs: bool, ours: bool, reason: str
 ) -> None:
-    """Long before the timeout, on both sides."""
+    """Long before any timeout, on both sides."""
 
     def some(cluster_id: int, *, tls: bool) -> dict[str, Any]:
-        return options(authority, cluster_id) if tls else {"transfer_backend": "tcp"}
+        patient = {"handshake_timeout": 60_000}
+        return options(authority, cluster_id, **patient) if tls else {"transfer_backend": "tcp", **patient}
 
     with event_log() as events:
         async with serving(1, **some(1, tls=theirs)) as source, pulling(99, **some(99, tls=ours)) as puller:
             began = asyncio.get_running_loop().time()
-            assert await link(puller, source) == FAILED
-            assert asyncio.get_running_loop().time() - began < 3.0  # the timeout is 5 s
+            assert await link(puller, source, timeout=60_000) == FAILED
+            assert asyncio.get_running_loop().time() - began < 20.0
             await events.first("link.failed", text=reason, local_cluster_id=99)
             rejected = await events.first("link.rejected", local_cluster_id=1)
             assert "TLS" in str(rejected)

@@ -18,13 +18,12 @@ from kvpull_async.testing.faults import Gate, GatedMemory
 from tests import duo
 from tests.conformance.api import AWAITED
 from tests.integration.own_loop import outcome
+from tests.integration.proxied import OVER
 from tests.integration.pushing import PUSHER, SIZES, Ends, Stock, desc, ends
 from tests.integration.verifying import by_id, check_mismatch, pull
 from tests.loop_nodes import eventually
 
 ways = pytest.mark.parametrize("way", ["inproc", "tcp", "mapped", "read"])
-OVER = 1.0
-"""Seconds that a call may end after its deadline here; promised are 0.1 on a machine that has nothing else to do."""
 
 
 def gated(node: Any, *, after: int = 0) -> GatedMemory:
@@ -143,7 +142,9 @@ async def check_memory_is_held(e: Ends, stock: Stock, gate: Gate) -> None:
     manager: Any = e.receiver.cache_manager
     release = manager.unregister_cache if stock.cache.is_registered else manager.deallocate_cache
     releasing = begin(release(stock.cache.cache_id if stock.cache.is_registered else stock.cache))
-    await asyncio.sleep(0.05)
+    registry = duo.engine_of(e.receiver).registry
+    await eventually(lambda: registry.local(stock.cache.cache_id) is None, "the release")
+    await asyncio.sleep(0.05)  # nothing is waited for: it must not have ended
     assert not releasing.done()
     gate.open()
     assert await outcome(releasing) is None
@@ -211,6 +212,50 @@ async def test_p4_the_link_breaks_while_the_puller_waits_for_the_sum(way: str) -
         assert not to.cache.quarantined
         await pull(e, by_id(source), to, verify="xxh3")
         assert same(source, to)
+
+
+# --- no threads ---
+
+
+@pytest.mark.parametrize("call", ["pull", "push"])
+@pytest.mark.parametrize("whose", ["pusher", "receiver"])
+async def test_p10_who_finds_no_thread_to_sum_with_says_so_and_the_link_stays(
+    call: str, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ends(AWAITED, "tcp", inline_limit=2**20) as e:
+        shape = desc(100_000)  # all but receivers copy so much on the loop; nobody sums it there
+        copies = (call, whose) == ("push", "receiver")
+        source, to = await e.source(shape), await e.destination(shape)
+        workers = duo.engine_of(getattr(e, whose)).workers
+        submit, work = workers.submit, []
+
+        def refuse(*call: Any) -> Any:
+            work.append(call)
+            if len(work) > copies:
+                raise RuntimeError("can't start new thread")
+            return submit(*call)
+
+        async def verified() -> None:
+            if call == "pull":
+                await pull(e, by_id(source), to, verify="crc32")
+            else:
+                await e.push(to, source, verify="crc32")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(workers, "submit", refuse)
+            error = await outcome(begin(verified()))
+        assert isinstance(error, LLMException), error
+        assert error.retry_safe
+        assert not error.destination_unsafe
+        if (call, whose) == ("pull", "pusher"):  # the source has no words for it
+            assert error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        else:
+            assert error.status_code is LLMStatusCode.LLM_OUT_OF_MEMORY
+            assert "no thread to sum with" in str(error)
+        await verified()
+        assert same(source, to)
+        assert e.receiver.counters["links_up"] == 1
+        await eventually(lambda: not source.cache._binding.busy and not to.cache._binding.busy)
 
 
 # --- pushes ---

@@ -18,8 +18,7 @@ from kvpull_async import (
 )
 from tests import duo
 from tests.integration.own_loop import outcome, within
-from tests.integration.processes import eventually
-from tests.loop_nodes import event_log
+from tests.loop_nodes import event_log, eventually
 
 pytestmark = pytest.mark.smoke
 

@@ -221,3 +221,26 @@ def test_it_stays_so_while_the_table_grows_and_shrinks(registry: Registry) -> No
         hits = registry.find_addresses(points, 100, peer=peer)
         wanted = [crowds[i % 4] is None or peer in (crowds[i % 4] or ()) for i in range(0, 3000, 3)]
         assert [hit is not None for hit in hits] == wanted
+
+
+def test_lists_that_come_and_go_do_not_pile_up(registry: Registry) -> None:
+    """And those that stay are told apart as before."""
+    stays = adopted(registry, 0, allowed=frozenset({7}))
+    for number in range(1, 5000):
+        registry.release(adopted(registry, 1000 * number, allowed=frozenset({10 * number})))
+    assert len(registry._addresses._allowed) < 4000
+    everyone = adopted(registry, 500)
+    asked = np.array([BASE, BASE + 500], np.int64)
+    for peer, wanted in ((7, [stays, everyone]), (8, [None, everyone]), (10, [None, everyone])):
+        hits = registry.find_addresses(asked, 100, peer=peer)
+        assert [None if hit is None else hit[0] for hit in hits] == wanted
+
+
+def test_p6_a_lookup_takes_no_step_for_the_lists_of_caches_elsewhere() -> None:
+    counts = []
+    for caches in (2, 400):
+        registry = Registry(PlainMemory())
+        for number in range(caches):
+            adopted(registry, 1000 * number, allowed=frozenset({number}))
+        counts.append(lines(partial(registry.find_addresses, np.array([BASE + 1000], np.int64), 1, peer=1)))
+    assert counts[0] == counts[1]

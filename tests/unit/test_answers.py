@@ -75,7 +75,8 @@ async def test_a_lost_connection_ends_every_wait(answers: Answers) -> None:
     waiting: list[asyncio.Future[Any]] = [
         answers.of_request(1),
         answers.digest_of(1),
-        answers.of_offer(2, lambda: None),
+        answers.of_result(2, lambda: None),
+        answers.of_watch("a name", lambda: 3),
     ]
     answers.fail(LLMException("lost", status_code=LINK_FAILED))
     for one in waiting:
@@ -87,3 +88,58 @@ async def test_a_lost_connection_ends_every_wait(answers: Answers) -> None:
 async def test_what_is_no_answer_is_handed_back(answers: Answers) -> None:
     assert not answers.deliver(SAMPLES["Request"].message, b"")
     assert answers.deliver(frames.Pong(3), b"")  # nobody waits for that one
+
+
+async def test_those_who_wait_for_one_name_share_a_watch(answers: Answers) -> None:
+    begun: list[int] = []
+
+    def begin() -> int:
+        begun.append(len(begun) + 1)
+        return begun[-1]
+
+    first, second = answers.of_watch("a name", begin), answers.of_watch("a name", begin)
+    assert (begun, answers.watches) == ([1], 1)
+    assert answers.unwatch("a name", first) is None, "there is one that waits"
+    assert answers.unwatch("a name", second) == 1
+    third = answers.of_watch("a name", begin)
+    answers.deliver(frames.Appeared(1), b"")
+    assert not third.done(), "the first watch was given up"
+    answers.deliver(frames.Appeared(2), b"")
+    await third
+    fourth = answers.of_watch("a name", begin)
+    assert answers.unwatch("a name", third) is None, "its own watch is over, and the next one not its own"
+    assert not fourth.done()
+    assert (begun, answers.watches) == ([1, 2, 3], 1)
+
+
+async def test_a_watch_that_cannot_begin_is_none(answers: Answers) -> None:
+    def begin() -> int:
+        raise LLMException("busy")
+
+    with pytest.raises(LLMException, match="busy"):
+        _ = answers.of_watch("a name", begin)
+    assert answers.watches == 0
+
+
+async def test_pongs_and_checks_are_waited_for_only_as_long_as_somebody_does(answers: Answers) -> None:
+    with answers.of_ping(3) as pong, answers.of_check(b"grant") as check:
+        answers.deliver(frames.Pong(4), b"")
+        answers.deliver(frames.Checked(b"another", valid=False), b"")
+        assert not pong.done()
+        answers.deliver(frames.Pong(3), b"")
+        answers.deliver(frames.Checked(b"grant", valid=True), b"")
+        await pong
+        assert await check
+    with answers.of_ping(3) as later:
+        pass
+    answers.deliver(frames.Pong(3), b"")
+    assert not later.done()
+
+
+async def test_a_word_of_acceptance_where_nobody_listens_for_it_changes_nothing(answers: Answers) -> None:
+    result = answers.of_result(2)
+    answers.deliver(frames.Accept(2), b"")
+    assert not result.done()
+    said = frames.Result(2, 0, "", unsafe=False)
+    answers.deliver(said, b"")
+    assert await result == said

@@ -20,7 +20,7 @@ import pytest
 from kvpull_async._prompt import Prompt, by_hand
 from kvpull_async.core import Call, CoreLoop
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
-from tests.core_calls import BOUND, Step, call, running_core, value
+from tests.unit.core_calls import BOUND, Step, call, running_core, value
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from kvpull_async.linkage import LinkState
 from kvpull_async.protocol.session import Peer
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.base import Address, ControlChannel
-from tests.comm_nodes import FAILED, OK, PREPARING, Node, doors, met, nodes, ready, refused
 from tests.loop_nodes import event_log, eventually
 from tests.ranks import comm_name
+from tests.unit.comm_nodes import FAILED, OK, PREPARING, Node, doors, met, nodes, ready, refused
 
 LOW, HIGH = b"\x01" * 16, b"\xfe" * 16
 

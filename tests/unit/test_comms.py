@@ -10,9 +10,9 @@ import pytest
 from kvpull_async._deadline import Deadline
 from kvpull_async.listening import listen
 from kvpull_async.status import LLMException, LLMStatusCode
-from tests.comm_nodes import FAILED, Node, apart, doors, is_closed, met, nodes, ready, refused
 from tests.loop_nodes import event_log, eventually
 from tests.ranks import comm_name, device, table
+from tests.unit.comm_nodes import FAILED, Node, apart, doors, is_closed, met, nodes, ready, refused
 
 # -- ids and ports -----------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from kvpull_async.status import LLMException, LLMStatusCode
-from tests.comm_nodes import FAILED, PREPARING, Node, apart, doors, is_closed, met, nodes, refused
 from tests.loop_nodes import event_log, eventually
 from tests.ranks import comm_name
+from tests.unit.comm_nodes import FAILED, PREPARING, Node, apart, doors, is_closed, met, nodes, refused
 
 # -- ending ------------------------------------------------------------------------------------------------------------
 

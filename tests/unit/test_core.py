@@ -15,7 +15,7 @@ import pytest
 
 from kvpull_async.core import Call, CoreLoop
 from kvpull_async.status import LLMException, LLMStatusCode
-from tests.core_calls import BOUND, Step, call, running_core, value
+from tests.unit.core_calls import BOUND, Step, call, running_core, value
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 FINALIZED = LLMStatusCode.LLM_ENGINE_FINALIZED

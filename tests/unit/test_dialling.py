@@ -13,11 +13,12 @@ from kvpull_async._deadline import Deadline
 from kvpull_async.dialling import acknowledged, dial
 from kvpull_async.link import Link
 from kvpull_async.linkage import Connection, LinkContext
+from kvpull_async.protocol import frames
 from kvpull_async.protocol.session import Peer
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.base import Address, ControlChannel
-from tests.kinds import ScriptedKind
 from tests.loop_nodes import LoopNode, event_log, eventually, loop_nodes
+from tests.unit.kinds import ScriptedKind
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 
@@ -153,6 +154,7 @@ async def test_both_sides_tell_which_kind_was_taken_and_the_dialling_one_why() -
             theirs = await events.first("link.up", dialled=False)
     assert (mine["path"], mine["why"]) == ("slow", "fast: another machine")
     assert (theirs["path"], theirs["why"]) == ("slow", "the peer's choice")
+    assert mine["protocol"] == theirs["protocol"] == frames.VERSION
 
 
 async def test_a_link_that_is_dialled_anew_agrees_anew() -> None:

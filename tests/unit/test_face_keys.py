@@ -9,7 +9,7 @@ import pytest
 
 from kvpull_async import CacheKey, LLMException, LLMStatusCode
 from tests.duo import PROMPT, SMALL, Duo, duo, fill, holds
-from tests.integration.processes import eventually
+from tests.loop_nodes import eventually
 
 MISSING = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 MANAGERS = pytest.mark.parametrize("name", ["kv_cache_manager", "cache_manager"])
@@ -27,15 +27,17 @@ async def published(pair: Duo, name: str, *numbers: int, **options: Any) -> None
 @MANAGERS
 async def test_published_kept_pulled_and_given_up(name: str) -> None:
     async with duo() as pair:
-        await published(pair, name, 1, 2, lease=400)
+        await published(pair, name, 1, 4, lease=60_000)
+        await published(pair, name, 2, lease=1)
         await published(pair, name, 3)
         manager, cache = getattr(pair.decoder, name), await getattr(pair.decoder, name).allocate_cache(SMALL)
-        await manager.renew_key(CacheKey(PROMPT, 1), 60_000, timeout=20_000)
-        await eventually(lambda: pair.prompt.counters.get("keys_expired") == 1)
+        await manager.renew_key(CacheKey(PROMPT, 1), 120_000, timeout=20_000)
+        await getattr(pair.prompt, name).renew_key(CacheKey(PROMPT, 4), 1)  # a peer only puts an end off
+        await eventually(lambda: pair.prompt.counters.get("keys_expired") == 2)
         await manager.pull_cache(CacheKey(PROMPT, 1), cache)
         assert holds(cache, entry=0, source=0)
         assert await manager.release_key(CacheKey(PROMPT, 3), timeout=20_000) is None
-        for number in (1, 2, 3):
+        for number in (1, 2, 3, 4):
             with pytest.raises(LLMException) as caught:
                 await manager.pull_cache(CacheKey(PROMPT, number), cache)
             assert caught.value.status_code == MISSING

@@ -1,16 +1,20 @@
-"""What the source says of the sum of what it has granted, and what it holds until then. See also test_serve.py."""
+"""Grants: how long they hold, what ends them, and what the source says of their sums. See also test_serve.py."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import sys
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 import xxhash
 
 from kvpull_async import LLMStatusCode, sums
-from kvpull_async.memory.base import MemoryBackend
+from kvpull_async.memory.base import Batches, MemoryBackend
 from kvpull_async.protocol import frames
 from kvpull_async.testing.faults import GatedMemory
 from tests.loop_nodes import eventually
@@ -132,6 +136,63 @@ async def test_a_sum_that_ends_early_is_told_as_none(how: str) -> None:
     await end(scene, held)
 
 
+def unreadable_later(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory can be read once, for the bytes themselves, and not again."""
+    backend, readings = scene.registry.backend, []
+    lending = backend.lending
+
+    def failing(regions: Any, segments: Any) -> Batches:
+        readings.append(regions)
+        if len(readings) > 1:
+            raise OSError(errno.EFAULT, "Bad address")
+        return lending(regions, segments)
+
+    monkeypatch.setattr(backend, "lending", failing)
+
+
+async def check_told_as_none(scene: Scene) -> None:
+    """The puller, which has its grant, hears something, and the lane goes on."""
+    assert await digest(scene) == frames.Digest(7, b"")
+    await eventually(lambda: scene.lane.ended == [7])
+    assert not scene.lane.aborted
+    for transfer in scene.path.transfers:
+        if not transfer.settled.done():
+            transfer.settled.set_result(None)
+    scene.serving.receive(frames.Cancel(7), b"")  # gives a lease back
+    await eventually(lambda: not scene.entry.busy)
+
+
+async def test_p3_a_sum_that_fails_behind_the_grant_is_told_as_none(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.lane.channel.ready = False  # so that it is not answered on the spot
+    unreadable_later(scene, monkeypatch)
+    scene.ask(7, inline_limit=4096, verify="crc32")
+    await streamed(scene)
+    await check_told_as_none(scene)
+
+
+async def test_p3_where_the_bytes_do_not_leave_the_sum_is_told_as_none() -> None:
+    scene = Scene()
+    scene.ask(7, verify="crc32")
+    await scene.granted()
+    scene.path.transfers[0].finish(ConnectionResetError("broken"))
+    await check_told_as_none(scene)
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+async def test_p3_without_a_thread_the_sum_is_told_as_none(one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    scene = Scene(one_sided=one_sided)
+    scene.registry.backend = GatedMemory(scene.registry.backend)  # not for a loop to read
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    scene.ask(7, verify="crc32")
+    await streamed(scene)
+    await check_told_as_none(scene)
+
+
 async def test_one_request_is_summed_after_the_other() -> None:
     """So that a peer which only asks cannot keep all workers busy."""
     scene, held = await begin_held()
@@ -144,3 +205,88 @@ async def test_one_request_is_summed_after_the_other() -> None:
             transfer.settled.set_result(None)
     scene.serving.abort()
     await end(scene, held)
+
+
+# -- grants that the puller reads by itself ----------------------------------------------------------------------------
+
+
+def checked(scene: Scene, grant: frames.Grant) -> bool:
+    """What the source says when it is asked whether it still holds the grant."""
+    scene.serving.receive(frames.Check(grant.grant_id), b"")
+    answer = scene.of(frames.Checked)[-1]
+    assert answer.grant_id == grant.grant_id
+    return bool(answer.valid)
+
+
+async def test_p7_a_cut_one_sided_grant_ends_at_once_whatever_its_puller_does() -> None:
+    scene = Scene(one_sided=True)
+    scene.ask(1)
+    grant = await scene.granted()
+    await eventually(lambda: scene.lane.ended == [1])
+    assert scene.entry.busy
+    scene.entry.cut_pins()
+    assert scene.path.transfers[0].aborts == 1
+    assert scene.path.released == [grant.grant_id]
+    await eventually(lambda: not scene.entry.busy)
+    assert not checked(scene, grant)
+
+
+async def test_p7_a_cut_grant_stays_pinned_as_long_as_this_side_reads_it() -> None:
+    scene = Scene(one_sided=True)
+    scene.ask(1)
+    grant = await scene.granted()
+    await eventually(lambda: scene.lane.ended == [1])
+    scene.path.transfers[0].refuses = True
+    scene.entry.cut_pins()
+    assert not checked(scene, grant)
+    for _ in range(50):  # nothing here needs a thread or the clock: what can happen happens in turns of the loop
+        await asyncio.sleep(0)
+    assert scene.entry.busy
+    scene.path.transfers[0].settled.set_result(None)
+    await eventually(lambda: not scene.entry.busy)
+
+
+async def test_p2_a_grant_is_valid_until_it_ends_and_never_again() -> None:
+    scene = Scene(one_sided=True)
+    scene.ask(1)
+    first = await scene.granted()
+    assert checked(scene, first)
+    assert checked(scene, first)  # to ask changes nothing
+    assert scene.entry.busy
+    scene.ask(2)
+    second = (await scene.heard(frames.Grant, 2))[1]
+    scene.serving.receive(frames.Done(first.grant_id, "p"), b"")
+    assert not checked(scene, first)
+    assert checked(scene, second)
+    scene.serving.receive(frames.Cancel(2), b"")
+    assert not checked(scene, second)
+    assert not checked(scene, msgspec.structs.replace(first, grant_id=b"?" * 16))  # one that never was
+
+
+async def test_p2_a_grant_whose_lease_is_over_is_not_valid() -> None:
+    scene = Scene(one_sided=True, lease_margin=0.0)
+    scene.ask(1, remaining_ms=50)
+    grant = await scene.granted()
+    assert checked(scene, grant)
+    await eventually(lambda: not scene.entry.busy)
+    assert not checked(scene, grant)
+    assert scene.held
+
+
+async def test_a_puller_that_ends_no_grant_is_refused_more_of_them() -> None:
+    """Each would be kept until its lease is over, which may be long."""
+    scene = Scene(one_sided=True)
+    for number in range(1, 1026):
+        scene.ask(number, offset_pull=True)
+        await eventually(lambda: scene.lane.ended[-1:] == [number])  # noqa: B023  (waited for at once)
+    grants, (refusal,) = scene.of(frames.Grant), scene.of(frames.Refuse)
+    assert len(grants) == 1024
+    assert (refusal.request_id, refusal.status) == (1025, int(LLMStatusCode.LLM_LINK_BUSY))
+    assert "1024 grants of this link are not over yet" in refusal.reason
+    assert len(scene.path.released) == 1
+    scene.serving.receive(frames.Done(grants[0].grant_id, "p"), b"")
+    scene.ask(1026)
+    await scene.heard(frames.Grant, 1025)
+    scene.path.transfers[0].settled.set_result(None)
+    scene.serving.abort()
+    await eventually(lambda: not scene.entry.busy)

@@ -82,6 +82,32 @@ async def test_both_sides_hear_why_it_came_to_nothing(given: dict[str, object], 
     await ends.close()
 
 
+@pytest.mark.parametrize("asked", [2, 7])
+async def test_a_dialler_whose_certificate_names_others_is_refused(asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Ends(asked=asked)
+    monkeypatch.setattr(ends.channels[1], "speaks_for", lambda cluster_id: cluster_id != 1)
+    accepting = asyncio.create_task(ends.accepting.accept(soon()))
+    words = "the certificate of scripted does not name kvpull:cluster:1"
+    with pytest.raises(LLMException, match=f"scripted refused: {words}"):
+        await ends.dialling.dial(soon())
+    ends.channels[1].feed(b"")
+    with pytest.raises(LLMException, match=rf"^{words}") as caught:
+        await accepting
+    assert (caught.value.status_code, caught.value.peer) == (LLMStatusCode.LLM_LINK_FAILED, "scripted")
+    await ends.close()
+
+
+async def test_who_is_dialled_must_be_who_its_certificate_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Ends()
+    monkeypatch.setattr(ends.channels[0], "speaks_for", lambda cluster_id: cluster_id != 2)
+    dialled = asyncio.create_task(ends.dialling.dial(soon()))
+    await ends.accepting.accept(soon())
+    ends.accepting.welcome(token=TOKEN)
+    with pytest.raises(LLMException, match=r"^the certificate of scripted does not name kvpull:cluster:2"):
+        await dialled
+    await ends.close()
+
+
 async def test_a_refusal_reaches_the_dialling_side_with_its_status() -> None:
     ends = Ends()
     dialled = asyncio.create_task(ends.dialling.dial(soon()))

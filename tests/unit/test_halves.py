@@ -14,8 +14,8 @@ from kvpull_async.protocol import frames
 from kvpull_async.protocol.session import Peer
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.base import PathKind
-from tests.kinds import ScriptedKind
 from tests.loop_nodes import EventLog, LoopNode, event_log, eventually, loop_nodes
+from tests.unit.kinds import ScriptedKind
 
 OK = LLMStatusCode.LLM_SUCCESS
 FAILED = LLMStatusCode.LLM_LINK_FAILED

@@ -51,7 +51,7 @@ async def test_a_peer_gives_a_key_up_once() -> None:
         assert "req_id 7 of model 0 is not here: released" in again.reason
         assert scene.counters.snapshot()["keys_released"] == 1
     assert len(log.named("serve.key_released", key="request:7:0", pull_id="pull-9")) == 1
-    assert len(log.named("serve.lease_refused", status="LLM_KV_CACHE_NOT_EXIST")) == 1
+    assert len(log.named("serve.key_refused", status="LLM_KV_CACHE_NOT_EXIST")) == 1
 
 
 async def test_a_peer_puts_an_end_off_and_never_brings_it_forward() -> None:

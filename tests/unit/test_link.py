@@ -170,8 +170,7 @@ async def test_a_peer_that_dialled_this_side_is_waited_for_only_for_the_grace() 
         assert mine.state is LinkState.CLOSED
 
 
-async def test_a_waiting_pull_cuts_the_pause_between_attempts_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpull_async.link._BACKOFF", (0.02, 3600.0))
+async def test_a_waiting_pull_cuts_the_pause_between_attempts_short() -> None:
     one, two = LoopNode(1, reconnect_grace_ms=60_000), LoopNode(2)
     async with loop_nodes(one, two):
         link, _ = await linked(one, two)

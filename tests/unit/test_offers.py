@@ -118,6 +118,7 @@ def test_what_is_offered_is_what_was_asked_for(
     assert offer.entry is getattr(source, name)
     assert source.read(offer) == expected
     assert offer.nbytes == len(expected)
+    assert offer.rows == len(offer.plan())
 
 
 @pytest.mark.parametrize(("fields", "tail", "name"), [row[:3] for row in GOOD], ids=[str(row[0]) for row in GOOD])

@@ -15,7 +15,7 @@ from kvpull_async.push import Push
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from tests.loop_nodes import eventually
 from tests.pull_link import LONG_MS, STEP, counted
-from tests.push_link import WAYS, PushBench
+from tests.unit.push_link import WAYS, PushBench
 
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 

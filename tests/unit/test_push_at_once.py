@@ -14,7 +14,7 @@ from kvpull_async.call import Call
 from kvpull_async.push import Push
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from tests.loop_nodes import eventually
-from tests.push_link import PushBench
+from tests.unit.push_link import PushBench
 
 
 class Here:

@@ -13,7 +13,7 @@ import pytest
 from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from tests.loop_nodes import eventually
-from tests.push_link import PushBench
+from tests.unit.push_link import PushBench
 from tests.unit.test_push import bench, failure, sending, sent
 
 __all__ = ["bench", "sent"]

@@ -12,7 +12,7 @@ from kvpull_async.config import Settings
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.observe import Log
 from kvpull_async.routes import Routes
-from tests.kinds import ScriptedKind
+from tests.unit.kinds import ScriptedKind
 
 
 def routes(backend: str, **settings: Any) -> Routes:

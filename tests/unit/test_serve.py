@@ -365,7 +365,7 @@ async def test_p8_the_end_of_the_lane_gives_every_pin_back() -> None:
     assert len(scene.path.released) == 2
     await asyncio.sleep(0.01)
     assert len(scene.of(frames.Grant)) == 2
-    assert repr(scene.serving) == "<Serving a peer waiting=0 leases=0>"
+    assert repr(scene.serving) == "<Serving a peer waiting=0 granted=0>"
 
 
 async def test_memory_that_is_still_read_stays_pinned_after_the_lane() -> None:

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, Status, fresh, status_of
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, Status, fresh, status_of, worth_repeating
 
 FIELDS = {"peer": 7, "operation": "pull_cache", "elapsed_ms": 1.5, "retry_safe": True, "destination_unsafe": True}
 
@@ -111,6 +111,11 @@ def test_fresh_gives_each_waiter_its_own_exception(kind: type[LLMException]) -> 
 
 def test_fresh_keeps_an_uncaused_error_uncaused() -> None:
     assert not fresh(LLMException("no")).__suppress_context__
+
+
+def test_what_a_peer_can_never_do_is_not_worth_repeating() -> None:
+    hopeless = [code for code in LLMStatusCode if not worth_repeating(code)]
+    assert hopeless == [LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_FEATURE_NOT_ENABLED]
 
 
 def test_status_object() -> None:

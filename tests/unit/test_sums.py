@@ -75,6 +75,15 @@ def test_what_is_needed_is_asked_for_without_a_sum(monkeypatch: pytest.MonkeyPat
         sums.need("xxh3", where="this side")
 
 
+def test_a_peer_that_asks_for_none_gets_none() -> None:
+    assert sums.asked("", where="here") is None
+    made = sums.asked("crc32", where="here")
+    assert made is not None
+    assert made.digest() == bytes(4)
+    with pytest.raises(LLMException, match="not 'none'"):  # a peer says nothing then
+        sums.asked("none", where="here")
+
+
 def test_the_option_knows_the_same_names() -> None:
     for name in sums.NAMES:
         assert kinds.OWN["verify"].check("verify", name) == name

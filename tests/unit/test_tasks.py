@@ -11,8 +11,8 @@ import pytest
 from kvpull_async import CacheDesc, DataType, LLMException, LLMRole, LLMStatusCode, TransferConfig
 from kvpull_async.managers import pushes
 from kvpull_async.tasks import TransferTask, wait_seconds
-from tests.side import Side
 from tests.transferring import BOUND, Held, Ready, Sends
+from tests.unit.side import Side
 
 OK, FAILED = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED
 DESC = CacheDesc(2, [3, 64], DataType.DT_UINT8)

@@ -89,10 +89,10 @@ def fraction(name: str, text: str) -> float:
     return share
 
 
-def from_json(name: str, text: str) -> Any:
-    """What the JSON says."""
+def from_json(name: str, text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """What the JSON says; `pairs` makes something else than a dict of an object's names and values."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=pairs)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{name} must be JSON: {error}") from error
 
@@ -143,12 +143,15 @@ def secret_or_none(name: str, value: object) -> str:
 
 def secrets_by_cluster(name: str, text: str) -> tuple[tuple[int, bytes], ...]:
     """A JSON object of cluster ids and secrets, such as ``{"2": "...", "3": "..."}``."""
-    table = from_json(name, text)
-    if not isinstance(table, dict) or not all(is_decimal(key) for key in table):
+    table = from_json(name, text, pairs=tuple)  # with the names that come twice
+    if not isinstance(table, tuple) or not all(is_decimal(key) for key, _ in table):
         raise ValueError(f"{name} must be a JSON object of cluster ids and their secrets")
+    ids = [uint64(f"{name}: a cluster id", int(key)) for key, _ in table]
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"{name} must have one secret for each cluster id")
     return tuple(
-        (uint64(f"{name}: a cluster id", int(key)), secret(f"{name}: {key}", string(f"{name}: {key}", value)).encode())
-        for key, value in table.items()
+        (cluster_id, secret(f"{name}: {key}", string(f"{name}: {key}", value)).encode())
+        for cluster_id, (key, value) in zip(ids, table, strict=True)
     )
 
 
@@ -162,7 +165,9 @@ def secrets_text(name: str, value: object) -> str:
 
 def clusters(name: str, text: str) -> frozenset[int] | None:
     """Cluster ids joined by semicolons; None for no text, which is every cluster."""
-    parts = text.split(";") if text else []
+    parts = [part.strip() for part in text.split(";")] if text else []
+    if not all(map(is_decimal, parts)):
+        raise ValueError(f"{name} must be cluster ids joined by semicolons, got {text!r}")
     return frozenset(uint64(name, number(name, part, high=UINT64_MAX)) for part in parts) or None
 
 

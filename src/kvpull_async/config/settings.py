@@ -45,10 +45,10 @@ _FILE_VARIABLE = f"{kinds.own_variable('link_secret')}_FILE"
 _TABLE_FILE_VARIABLE = f"{kinds.own_variable('link_secrets')}_FILE"
 SAFEGUARDS = (
     f"a shared secret (option {kinds.own_key('link_secret')}, environment {kinds.own_variable('link_secret')} or "
-    f"{_FILE_VARIABLE}); TLS (options {kinds.own_key('tls_certificate')} and {kinds.own_key('tls_authority')}, "
-    f"environment {kinds.own_variable('tls_certificate')} and {kinds.own_variable('tls_authority')}); or the explicit "
-    f"opt-out (option {kinds.own_key('allow_insecure_network')}, environment "
-    f"{kinds.own_variable('allow_insecure_network')}=1)"
+    f"{_FILE_VARIABLE}), or one for each peer ({kinds.own_key('link_secrets')}); TLS (options "
+    f"{kinds.own_key('tls_certificate')} and {kinds.own_key('tls_authority')}, environment "
+    f"{kinds.own_variable('tls_certificate')} and {kinds.own_variable('tls_authority')}); or the explicit opt-out "
+    f"(option {kinds.own_key('allow_insecure_network')}, environment {kinds.own_variable('allow_insecure_network')}=1)"
 )
 
 _READ = frozenset(
@@ -195,8 +195,12 @@ class Settings:
 
     def may_listen_on(self, host: str) -> bool:
         """Whether peers there are on this machine, or authenticated, or trusted by explicit wish."""
-        authenticated = bool(self.link_secret) or bool(self.link_secrets) or self.tls
-        return host.startswith("127.") or authenticated or self.allow_insecure_network
+        return host.startswith("127.") or self.authenticates or self.allow_insecure_network
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether peers have to prove who they are, by a secret or a certificate."""
+        return bool(self.link_secret) or bool(self.link_secrets) or self.tls
 
     def with_listen(self, text: str | None) -> Settings:
         """These settings listening on *text* (``ip:port``), or not at all; errors as for ``from_options``."""

@@ -91,14 +91,6 @@ def _inside(name: str, blocks: _Given, entry: Entry) -> _Inside:
     return blocks.astype(np.int64, copy=False)
 
 
-async def _carry_out(node: Node, dialect: Dialect, src: Entry, dst: Entry, steps: Callable[[], Iterator[int]]) -> None:
-    try:
-        await caches.carry_out(node, src, dst, steps)
-    except MemoryError as error:
-        text = f"no memory to prepare the copy of the blocks: {error}"
-        raise LLMException(text, status_code=dialect.out_of_memory_status) from error
-
-
 # -- copy_blocks -------------------------------------------------------------------------------------------------------
 
 
@@ -108,7 +100,7 @@ async def _copy(
     entry = caches.held(node, cache)
     require(entry.blocks, "cache is not a blocks cache")
     copying = partial(_copying, node.registry.backend, entry, named=named, lengths=lengths, destinations=destinations)
-    await _carry_out(node, dialect, entry, entry, copying)
+    await caches.carry_out(node, dialect, entry, entry, copying)
 
 
 def _copying(
@@ -171,7 +163,7 @@ async def _swap(
     require(sizes[0] == sizes[1], f"{names} have blocks of {sizes} bytes, but need equally large ones")
     backend = node.registry.backend
     swapping = partial(_swapping, backend, src, dst, names=names, sources=sources, destinations=destinations)
-    await _carry_out(node, dialect, src, dst, swapping)
+    await caches.carry_out(node, dialect, src, dst, swapping)
 
 
 def _swapping(

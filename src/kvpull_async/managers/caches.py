@@ -260,7 +260,9 @@ def foreign(handle: Cache | KvCache) -> LLMException:
     )
 
 
-async def copy(node: Node, dst: Entry, src: Entry, *, dst_index: int, src_index: int, offset: int, size: int) -> None:
+async def copy(
+    node: Node, dialect: Dialect, dst: Entry, src: Entry, *, dst_index: int, src_index: int, offset: int, size: int
+) -> None:
     """Copy one batch entry of every tensor. A cancelled call returns once the running piece has ended."""
     require(
         src.desc.num_tensors == dst.desc.num_tensors,
@@ -279,13 +281,14 @@ async def copy(node: Node, dst: Entry, src: Entry, *, dst_index: int, src_index:
     backend = node.registry.backend
     await carry_out(
         node,
+        dialect,
         src,
         dst,
         lambda: copy_batches(backend.lending(src.regions, reading), backend.landing(dst.regions, writing)),
     )
 
 
-async def carry_out(node: Node, src: Entry, dst: Entry, copying: Callable[[], Iterable[int]]) -> None:
+async def carry_out(node: Node, dialect: Dialect, src: Entry, dst: Entry, copying: Callable[[], Iterable[int]]) -> None:
     """Run the bounded steps of a copy between two caches, which stay until the last one has ended. `dst` is quarantined
     when a cancelled copy does not stop in time.
     """
@@ -299,7 +302,7 @@ async def carry_out(node: Node, src: Entry, dst: Entry, copying: Callable[[], It
     try:
         job = Job(node.workers, copying())
     except RuntimeError as error:  # no thread to be had
-        raise LLMException(f"nothing can be copied: {error}", status_code=LLMStatusCode.LLM_OUT_OF_MEMORY) from error
+        raise LLMException(f"nothing can be copied: {error}", status_code=dialect.out_of_memory_status) from error
     released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     pins = [entry.pin(partial(resolve, released)) for entry in (src, dst)]
 
@@ -313,7 +316,10 @@ async def carry_out(node: Node, src: Entry, dst: Entry, copying: Callable[[], It
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if released.done():
             raise LLMException("a cache was released during the copy", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
-        job.done.result()
+        try:
+            job.done.result()
+        except MemoryError as error:
+            raise LLMException(f"no memory to copy: {error}", status_code=dialect.out_of_memory_status) from error
     except BaseException:
         job.abort()
         if not await absorb([job.settled], Deadline.after_ms(node.settings.settle_timeout_ms)):

@@ -182,12 +182,13 @@ def sum_name(value: object, default: str) -> str:
     """The sum that a call asks for, "" for none; `default` if it says nothing. LLM_FEATURE_NOT_ENABLED where it cannot
     be made.
     """
-    if value is None or (value == sums.NONE and isinstance(value, str)):
-        return default if value is None else ""
-    if instance("verify", value, str) not in sums.NAMES:
-        raise ValueError(f"verify must be one of {', '.join(sums.NAMES)}, got {value!r}")
-    sums.need(str(value), where="this side")
-    return str(value)
+    if value is None:
+        return default
+    name = instance("verify", value, str)
+    if name not in sums.NAMES:
+        raise ValueError(f"verify must be one of {', '.join(sums.NAMES)}, got {name!r}")
+    sums.need(name, where="this side")
+    return "" if name == sums.NONE else name
 
 
 def timeout_ms(name: str, value: object) -> float:

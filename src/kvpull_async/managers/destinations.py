@@ -143,7 +143,7 @@ class _Destination:
 
     def _differs(self, source: bytes, here: bytes) -> LLMException:
         """The source's sum of the bytes is another one."""
-        return peers.differs(self._node, self._report, self.given.verify, source=source, destination=here)
+        return peers.mismatch(self._node, self._report, self.given.verify, source=source, destination=here)
 
     def pieces(self) -> list[memoryview] | None:
         """Where exactly the bytes of one tensor after the other land, if that can be said at once."""

@@ -9,28 +9,24 @@ import asyncio
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
-from weakref import WeakKeyDictionary
 
 from kvpull_async import leasing
 from kvpull_async._deadline import Deadline
 from kvpull_async.link import Link
-from kvpull_async.linkage import lost_with
+from kvpull_async.linkage import connect_error, lost_with
 from kvpull_async.managers import checks, peers
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.node import Node
 from kvpull_async.observe import Report, new_pull_id
 from kvpull_async.protocol import frames
 from kvpull_async.registry import key_id
-from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, status_of
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, status_of, worth_repeating
 from kvpull_async.values import CacheKey, CacheKeyByIdAndIndex
 from kvpull_async.values._check import instance, integer, require
 
 __all__ = ["Asked", "asked", "lease_ms", "run"]
 
 _LONGEST: Final = 2**31 - 1
-_AT_ONCE: Final = 16
-"""Most that are under way on one link: a peer throws out who asks for more than so much at once."""
-_under_way: WeakKeyDictionary[Link, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -79,24 +75,24 @@ async def _at_peer(link: Link, given: Asked) -> None:
     kind, number, model = key_id(given.key)
     words = partial(_words, pull_id=given.report.pull_id, key=kind, identity=number, model_id=model, lease=given.lease)
     try:
-        async with given.deadline.scope(), _turn(link):
+        async with given.deadline.scope(), link.key_turns:
             while (result := await _answer(link, words, given.deadline)) is None:
                 pass
     except asyncio.TimeoutError as error:
         reason = f"{link.peer_name} did not answer in time; it may have done what was asked"
         raise LLMTimeoutError(reason, retry_safe=True, peer=link.peer_name) from error
+    except OSError as error:
+        raise connect_error(error, link.peer_name) from error
     status = status_of(result.status)
     if status is not LLMStatusCode.LLM_SUCCESS:
-        again = status is not LLMStatusCode.LLM_PARAM_INVALID
+        again = worth_repeating(status)
         raise LLMException(result.reason, status_code=status, peer=link.peer_name, retry_safe=again)
 
 
-def _turn(link: Link) -> asyncio.Semaphore:
-    return _under_way.setdefault(link, asyncio.Semaphore(_AT_ONCE))
-
-
 async def _answer(link: Link, words: partial[frames.Lease], deadline: Deadline) -> frames.Result | None:
-    """None when the connection was lost before anything was said: it has to be made anew."""
+    """None when the connection was lost before anything was said: it has to be made anew. OSError when only a part of
+    it has broken.
+    """
     lane = await link.ready(deadline)
     request_id, data, result = lane.lease(words)
     try:

@@ -296,8 +296,9 @@ class Manager:
             source = caches.held(self._node, src_handle)
             target = caches.held(self._node, dst_handle)
             await caches.copy(
-                self._node, target, source, dst_index=dst_index, src_index=src_index, offset=start, size=nbytes
-            )
+                self._node, self._dialect, target, source, dst_index=dst_index, src_index=src_index, offset=start,
+                size=nbytes,
+            )  # fmt: skip
 
         return Operation("copy_cache", run, cache=dst_handle)
 

@@ -15,7 +15,7 @@ from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 
-__all__ = ["described", "differs", "link_to", "missing", "published", "unreachable"]
+__all__ = ["count_failure", "described", "link_to", "mismatch", "published"]
 
 
 def link_to(node: Node, cluster_id: int) -> Link:
@@ -56,30 +56,45 @@ async def _appeared(link: Link, watch: Callable[[int], frames.Watch], deadline: 
     return True
 
 
-def differs(node: Node, report: Report, name: str, *, source: bytes, destination: bytes) -> LLMException:
-    """The exception for bytes that are not those of the source, which is counted and told; an empty sum of the source
-    is one that it could not make.
+def mismatch(node: Node, report: Report, name: str, *, source: bytes, destination: bytes) -> LLMException:
+    """Counts and logs bytes that are not those of the source, and returns the exception for the caller. An empty sum of
+    the source is one that it could not make: neither counted nor logged.
     """
     if not source:
-        reason = f"the source made no {name} sum of its bytes: its cache was taken away meanwhile, or cannot be read"
+        why = "its cache was taken away meanwhile or cannot be read, or it had no thread for that"
+        reason = f"the source made no {name} sum of its bytes: {why}"
         return LLMException(reason, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, retry_safe=True)
-    here, there = source.hex(), destination.hex() or "none"
+    source_sum, found_sum = source.hex(), destination.hex() or "none"
     node.counters.add("verify_failed")
     node.log.warning(
         "verify.failed", operation=report.operation, pull_id=report.pull_id, cluster_id=report.cluster_id,
-        peer=report.peer, path=report.path, sum=name, source=here, destination=there,
+        peer=report.peer, path=report.path, sum=name, source=source_sum, destination=found_sum,
     )  # fmt: skip
     where = f"the destination at {report.peer}" if report.push else f"the destination, pulled from {report.peer},"
-    reason = f"{where} holds wrong bytes: their {name} is {there}, that of the source {here}"
+    reason = f"{where} holds wrong bytes: their {name} is {found_sum}, that of the source {source_sum}"
     return LLMException(reason, status_code=LLMStatusCode.LLM_FAILED, retry_safe=True)
 
 
-def unreachable(error: LLMException) -> bool:
+def count_failure(node: Node, error: LLMException, *, push: bool) -> None:
+    """One more pull or push has failed, and in which way."""
+    if isinstance(error, LLMTimeoutError):
+        node.counters.add("pushes_timed_out" if push else "pulls_timed_out")
+        return
+    node.counters.add("pushes_failed" if push else "pulls_failed")
+    if _unreachable(error):
+        node.counters.add("pushes_failed_link" if push else "pulls_failed_link")
+    elif _missing(error):
+        node.counters.add("pushes_failed_missing" if push else "pulls_failed_missing")
+    else:
+        node.counters.add("pushes_failed_other" if push else "pulls_failed_other")
+
+
+def _unreachable(error: LLMException) -> bool:
     """Whether the way to the peer failed, or there is none."""
     return error.status_code in (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK)
 
 
-def missing(error: LLMException) -> bool:
+def _missing(error: LLMException) -> bool:
     """Whether what the call was about was not there, or no longer."""
     return bool(error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 

@@ -22,7 +22,7 @@ from kvpull_async.managers.landed import Landed
 from kvpull_async.managers.node import Node
 from kvpull_async.observe import Report, new_pull_id
 from kvpull_async.pull import Pull
-from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import BlocksCacheKey
 from kvpull_async.values._check import require, type_error
 
@@ -137,24 +137,13 @@ async def run(node: Node, dialect: Dialect, prepared: Prepared) -> None:
         node.counters.add("pulls_cancelled")
         raise
     except LLMException as error:
-        _count(node, error)
+        peers.count_failure(node, error, push=False)
         raise peers.described(error, dialect, report) from error.__cause__
     finally:
         if prepared.landed is not None:
             report.ended = time.monotonic()
     node.counters.add("pulls_finished")
     node.counters.add("bytes_pulled", report.bytes)
-
-
-def _count(node: Node, error: LLMException) -> None:
-    if isinstance(error, LLMTimeoutError):
-        node.counters.add("pulls_timed_out")
-        return
-    node.counters.add("pulls_failed")
-    if peers.unreachable(error):
-        node.counters.add("pulls_failed_link")
-    else:
-        node.counters.add("pulls_failed_missing" if peers.missing(error) else "pulls_failed_other")
 
 
 async def _run(node: Node, prepared: Prepared) -> None:

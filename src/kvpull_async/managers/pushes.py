@@ -26,7 +26,7 @@ from kvpull_async.observe import Report, key_text, new_pull_id
 from kvpull_async.protocol import frames
 from kvpull_async.push import Outgoing, Push
 from kvpull_async.registry import Entry
-from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import BlocksCacheKey, Cache, CacheKeyByIdAndIndex
 from kvpull_async.values._check import instance, int64, require, uint32
 
@@ -206,21 +206,10 @@ async def _counted(
         node.counters.add("pushes_cancelled")
         raise
     except LLMException as error:
-        _count(node, error)
+        peers.count_failure(node, error, push=True)
         raise peers.described(error, dialect, report) from error.__cause__
     node.counters.add("pushes_finished")
     node.counters.add("bytes_pushed", report.bytes)
-
-
-def _count(node: Node, error: LLMException) -> None:
-    if isinstance(error, LLMTimeoutError):
-        node.counters.add("pushes_timed_out")
-        return
-    node.counters.add("pushes_failed")
-    if peers.unreachable(error):
-        node.counters.add("pushes_failed_link")
-    else:
-        node.counters.add("pushes_failed_missing" if peers.missing(error) else "pushes_failed_other")
 
 
 def _parcel(node: Node, prepared: Prepared) -> Parcel:
@@ -268,7 +257,7 @@ def _outgoing(node: Node, parcel: Parcel, deadline: Deadline, report: Report, ve
 
 
 def _differs(node: Node, report: Report, verify: str, source: bytes, destination: bytes) -> LLMException:
-    return peers.differs(node, report, verify, source=source, destination=destination)
+    return peers.mismatch(node, report, verify, source=source, destination=destination)
 
 
 def _check_source(parcel: Parcel) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvpull_async.plan import Pieces
 
 __all__ = [
+    "FEW_BYTES",
     "FEW_ROWS",
     "FEW_TENSORS",
     "PIECE_BYTES",
@@ -44,6 +45,8 @@ PIECE_BYTES: Final = 1024 * 1024
 """Most bytes handed over at once: what a cancellation may have to wait for."""
 FEW_TENSORS: Final = 64
 """Most tensors of which pieces are made at once, without a plan."""
+FEW_BYTES: Final = 128 * 1024
+"""Most bytes that are copied or summed on an event loop: handing them to a thread would take as long."""
 FEW_ROWS: Final = 1024
 """Most separate rows that may be copied on an event loop: the time goes by the rows, however few the bytes."""
 PIECE_VIEWS: Final = 256

@@ -50,6 +50,7 @@ __all__ = [
     "MAGIC",
     "MESSAGES",
     "OLDEST",
+    "REASON_LIMIT",
     "TAIL_LIMIT",
     "VERSION",
     "Accept",
@@ -97,9 +98,11 @@ BODY_LIMIT: Final = 64 * 1024
 GREETING_LIMIT: Final = 4 * 1024
 """Largest frame before the peer has been authenticated."""
 TAIL_LIMIT: Final = 16 * 1024 * 1024
+"""Largest table (two million blocks) or payload that may ride on a frame."""
 INLINE_MOST: Final = 2**20
 """Most bytes of a cache that ride on a grant or an offer."""
-"""Largest table (two million blocks) or payload that may ride on a frame."""
+REASON_LIMIT: Final = 1000
+"""Most characters of a reason that a peer is told."""
 
 
 class FrameError(ValueError):

@@ -29,7 +29,6 @@ FRAMES_AT_ONCE: Final = 128
 TABLES_LIMIT: Final = 2 * frames.TAIL_LIMIT
 """Most bytes of tables that a peer's requests in flight may hold here."""
 READY_LIMIT: Final = frames.BODY_LIMIT + frames.TAIL_LIMIT
-_REASON_LIMIT: Final = 1000
 
 
 class State(enum.Enum):
@@ -81,8 +80,8 @@ class Session:
         self.late_answers: int = 0
         self.more: bool = False
         """Whether frames may be left that came with the last bytes: call `receive` again, with none."""
-        self.speaks_for: Callable[[int], bool] = lambda _: True
-        """Whether the peer may be that cluster, as far as its connection tells; else it hears nothing of this one."""
+        self.misfit: Callable[[int], str] = lambda _: ""
+        """Why the peer cannot be that cluster, as far as its connection tells; it then hears nothing of this one."""
         self._identity = identity
         self._dialer = dialer
         self._asked_id = asked
@@ -169,7 +168,7 @@ class Session:
 
     def reject(self, status: LLMStatusCode, reason: str) -> None:
         """Refuse the peer; the owner sends the output and closes."""
-        self._put(frames.Reject(status=int(status), reason=reason[:_REASON_LIMIT]))
+        self._put(frames.Reject(status=int(status), reason=reason[: frames.REASON_LIMIT]))
         self.fail(reason, status)
 
     def send(self, message: Message, *tail: bytes | memoryview) -> None:
@@ -279,7 +278,11 @@ class Session:
         if not proof.same(prove.proof, self._proof()):
             self.reject(LLMStatusCode.LLM_LINK_FAILED, "the link secrets of the two sides differ")
             return
-        if self._hello.asked != self._identity.cluster_id and self.speaks_for(self._hello.cluster_id):
+        misfit = self.misfit(self._hello.cluster_id)
+        if misfit:
+            self.reject(LLMStatusCode.LLM_LINK_FAILED, misfit)
+            return
+        if self._hello.asked != self._identity.cluster_id:
             named = f"this is cluster {self._identity.cluster_id}, not {self._hello.asked} as asked for"
             self.reject(LLMStatusCode.LLM_LINK_FAILED, named)
             return
@@ -366,7 +369,8 @@ class Session:
             self.fail(f"more than {TABLES_LIMIT} bytes of tables in flight", LLMStatusCode.LLM_LINK_FAILED)
         else:
             self._last_request = request.request_id
-            self._open[request.request_id] = len(tail)
+            if not isinstance(request, frames.Lease):  # that is answered on the spot, and never in flight here
+                self._open[request.request_id] = len(tail)
             if isinstance(request, frames.Watch):
                 self._watches.add(request.request_id)
             self._events.append(Received(request, tail))

@@ -200,6 +200,7 @@ class Connection:
             self._reset()
         except asyncio.CancelledError:
             self.say("was ended here")
+            raise
         finally:
             for stream in streams:
                 stream.cancel()

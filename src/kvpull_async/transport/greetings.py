@@ -23,11 +23,11 @@ class Greetings:
     def __len__(self) -> int:
         return len(self._hosts)
 
-    def add(self, task: asyncio.Task[None], host: str) -> asyncio.Task[None] | None:
-        """One more; the one that has to go for it, which is forgotten here and not yet cancelled."""
+    def add(self, task: asyncio.Task[None], host: str) -> tuple[asyncio.Task[None], str] | None:
+        """One more; the one that has to go for it, with its address. It is forgotten here and not yet cancelled."""
         evicted = self._oldest_of_most() if len(self._hosts) >= self._most else None
         if evicted is not None:
-            self.discard(evicted)
+            self.discard(evicted[0])
         self._hosts[task] = host
         self._counts[host] += 1
         return evicted
@@ -44,9 +44,9 @@ class Greetings:
         """The oldest first."""
         return tuple(self._hosts)
 
-    def _oldest_of_most(self) -> asyncio.Task[None]:
+    def _oldest_of_most(self) -> tuple[asyncio.Task[None], str]:
         most = max(self._counts.values())
-        return next(task for task, host in self._hosts.items() if self._counts[host] == most)
+        return next((task, host) for task, host in self._hosts.items() if self._counts[host] == most)
 
     def __repr__(self) -> str:
         return f"<Greetings {len(self._hosts)} of {self._most}, from {len(self._counts)} addresses>"

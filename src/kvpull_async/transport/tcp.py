@@ -74,9 +74,9 @@ class TcpTransport(Transport, PathKind):
 
     name = "tcp"
 
-    def __init__(self, log: observe.Log, *, greeting_timeout: float, tls: Tls | None = None) -> None:
+    def __init__(self, log: observe.Log, *, greeting_timeout: float, certificates: Tls | None = None) -> None:
         self._log = log
-        self._tls = tls
+        self._tls = certificates
         self._greeting_timeout = greeting_timeout
         self._attachable: dict[tuple[bytes, int], TcpPath] = {}
         self._ended: OrderedDict[tuple[bytes, int], None] = OrderedDict()
@@ -132,7 +132,10 @@ class TcpTransport(Transport, PathKind):
                 _identify(sock, seed)  # before it hears the token
                 await _send(sock, ticket)
                 if await _receive(sock, 1) != _ATTACHED:
-                    raise ConnectionError("the peer did not take the payload connection")
+                    raise ConnectionError("the peer did not take the payload connection, and its log says why")
+            except ssl.SSLEOFError as error:
+                sock.close()
+                raise ConnectionError("the peer refused a payload connection over TLS; its log says why") from error
             except BaseException:
                 sock.close()
                 raise
@@ -247,6 +250,8 @@ class _TcpListener(Listener):
         self._loop = asyncio.get_running_loop()
         self._paused: asyncio.TimerHandle | None = None
         self._pushed_out = 0
+        self._crowd = ""
+        """The address of the last one."""
         self._telling: asyncio.TimerHandle | None = None
         self._listen()
 
@@ -270,7 +275,8 @@ class _TcpListener(Listener):
         task = self._loop.create_task(self._transport.greet(sock, self._on_channel), name="kvpull-greet")
         pushed_out = self._greetings.add(task, host)
         if pushed_out is not None:
-            pushed_out.cancel()
+            pushed_out[0].cancel()
+            self._crowd = pushed_out[1]
             self._pushed_out += 1
             if self._telling is None:
                 self._tell()
@@ -281,7 +287,7 @@ class _TcpListener(Listener):
         self._telling = None
         if self._pushed_out:
             reason = f"over {_GREETINGS} unfinished greetings, {self._pushed_out} pushed out"
-            self._transport._log.warning("link.rejected", reason=reason)
+            self._transport._log.warning("link.rejected", peer=self._crowd, reason=reason)
             self._pushed_out = 0
             self._telling = self._loop.call_later(_TELLING_PAUSE, self._tell)
 

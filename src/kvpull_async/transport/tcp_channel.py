@@ -28,6 +28,8 @@ class TcpChannel(ControlChannel, asyncio.BufferedProtocol):
         self.peer = peer
         self.arrivals = Arrivals(self._taken)
         self._buffer = buffer
+        self.connected: bool = False
+        """Whether the loop has given it the connection, which from then on ends with `abort`."""
         self._full = self._lost = self._held = False
         self.certified: Certified | None = None
         self._outbox = Outbox(self._write, lambda: self._full)
@@ -67,6 +69,7 @@ class TcpChannel(ControlChannel, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self.connected = True
         if transport.get_extra_info("sslcontext") is not None:
             self.certified = Certified.of(transport.get_extra_info("peercert"))
 
@@ -113,22 +116,21 @@ async def open_channel(
     """Over a connected socket, with TLS if there is a context, whose handshake may take `timeout` seconds. OSError. The
     socket is closed unless it becomes a channel.
     """
-    peer, loop = name_of(sock), asyncio.get_running_loop()
+    channel, loop = TcpChannel(name_of(sock), buffer), asyncio.get_running_loop()
     bound = None if context is None else timeout
-
-    def made() -> TcpChannel:
-        return TcpChannel(peer, buffer)
-
     try:
         if accepting:
-            _, channel = await loop.connect_accepted_socket(made, sock, ssl=context, ssl_handshake_timeout=bound)
+            await loop.connect_accepted_socket(lambda: channel, sock, ssl=context, ssl_handshake_timeout=bound)
         else:
             name = None if context is None else ""  # identities are cluster ids
-            _, channel = await loop.create_connection(
-                made, sock=sock, ssl=context, server_hostname=name, ssl_handshake_timeout=bound
+            await loop.create_connection(
+                lambda: channel, sock=sock, ssl=context, server_hostname=name, ssl_handshake_timeout=bound
             )
     except BaseException as error:
-        sock.close()
+        if channel.connected:
+            channel.abort()  # the loop watches the socket still, and would then watch whatever comes in its place
+        else:
+            sock.close()
         if isinstance(error, ConnectionResetError) and not str(error):  # as asyncio has it
             raise ConnectionResetError(errno.ECONNRESET, "the peer hung up during the TLS handshake") from error
         raise

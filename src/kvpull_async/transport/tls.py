@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
 import ssl
+import sys
+import termios
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 __all__ = ["Certified", "Tls", "connected", "receive", "send", "shutdown"]
@@ -14,6 +18,10 @@ __all__ = ["Certified", "Tls", "connected", "receive", "send", "shutdown"]
 T = TypeVar("T")
 _NAME: Final = "kvpull:cluster:"
 _ANY: Final = "*"
+_HANDSHAKE_LIMIT: Final = 16 * 1024
+"""Most bytes of a peer's part in a handshake: a certificate and a few above it. A hundred certificates would hold the
+loop for tens of milliseconds, whoever sent them.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,9 @@ class Tls:
     @classmethod
     def load(cls, *, certificate: str, key: str, authority: str) -> Tls:
         """From PEM files. OSError (ssl.SSLError is one) with the file that cannot be used."""
-        contexts = []
+        contexts: list[ssl.SSLContext] = []
         for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER):
-            context = ssl.SSLContext(protocol)
+            context = _Context(protocol)
             context.check_hostname = False  # identities are cluster ids: see `Certified`
             context.verify_mode = ssl.CERT_REQUIRED
             context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -58,12 +66,53 @@ class _Legible:
             raise ssl.SSLError("the names in the peer's certificate are no text") from error
 
 
-class _Object(_Legible, ssl.SSLObject):
+class _Measured(_Legible):
+    """Ends a handshake that is too long before it is looked at."""
+
+    _heard = 0
+
+    def _hear(self, nbytes: int) -> None:
+        """So many bytes more are there to be read."""
+        self._heard += nbytes
+        if self._heard > _HANDSHAKE_LIMIT:
+            raise ssl.SSLError(f"the peer's handshake is longer than {_HANDSHAKE_LIMIT} bytes")
+
+
+class _Object(_Measured, ssl.SSLObject):
     """For connections of the loop."""
 
+    incoming: ssl.MemoryBIO
 
-class _Socket(_Legible, ssl.SSLSocket):
+    def do_handshake(self) -> None:
+        self._hear(self.incoming.pending)
+        super().do_handshake()
+
+
+class _Socket(_Measured, ssl.SSLSocket):
     """For payload connections."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        there = bytearray(4)
+        fcntl.ioctl(self.fileno(), termios.FIONREAD, there)
+        self._hear(int.from_bytes(there, sys.byteorder))
+        super().do_handshake(block)
+
+
+class _Context(ssl.SSLContext):
+    """Tells its objects where their bytes come from."""
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        made = super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+        assert isinstance(made, _Object)
+        made.incoming = incoming
+        return made
 
 
 @dataclass(frozen=True)
@@ -104,7 +153,7 @@ async def receive(sock: ssl.SSLSocket, n: int) -> bytes:
 
 async def send(sock: ssl.SSLSocket, data: bytes) -> None:
     while data:
-        data = data[await _retried(sock, lambda rest=data: sock.send(rest)) :]  # type: ignore[misc]
+        data = data[await _retried(sock, partial(sock.send, data)) :]
 
 
 def shutdown(sock: socket.socket) -> None:

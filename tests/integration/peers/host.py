@@ -17,10 +17,9 @@ from typing import Any
 
 from kvpull_async import CacheDesc, CacheKey, DataType, LLMDataDist, LLMException
 from tests import duo
+from tests.canaries import CANARY, set_canary
 from tests.integration.peers.node import Peer, main, say
 from tests.integration.processes import few_descriptors
-
-CANARY = 0xA5
 
 
 class HostPeer(Peer):
@@ -108,11 +107,6 @@ class HostPeer(Peer):
 def address_space() -> int:
     """Bytes of it that this process has."""
     return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
-
-
-def set_canary(cache: Any) -> None:
-    for array in duo.arrays(cache):
-        array[:] = CANARY
 
 
 if __name__ == "__main__":

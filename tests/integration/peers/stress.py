@@ -22,8 +22,9 @@ import kvpull_sync
 from kvpull_async import LLMDataDist, LLMRole
 from kvpull_async.memory.copying import ACCELERATED
 from tests import duo
-from tests.integration.processes import child, descriptors, eventually, mappings
+from tests.integration.processes import child, descriptors, mappings
 from tests.integration.stress_pulls import PATIENCE_MS, Shape, Slot, Source, Worker
+from tests.loop_nodes import eventually
 
 SIZES = (1, 100, 4096, 65_536, 300_000, 2 * 1024 * 1024)
 WEIGHTS = (2, 3, 6, 6, 3, 1)

@@ -8,7 +8,7 @@ import pytest
 
 from kvpull_async.config import LLMConfig, Settings
 from kvpull_async.config.kinds import OWN, own_key, own_variable
-from kvpull_async.status import LLMException
+from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import LLMRole
 
 
@@ -92,3 +92,21 @@ def test_allowed_clusters_that_make_no_sense_are_refused(value: Any, error: type
     if isinstance(value, str):
         with pytest.raises(LLMException):
             settings({"kvpull.AllowedClusters": value}, {})
+
+
+@pytest.mark.parametrize("text", ['{"2": "hush", "02": "hush hush"}', '{"2": "hush", "2": "hush"}'])
+def test_two_secrets_for_one_cluster_are_refused_and_not_told(text: str) -> None:
+    with pytest.raises(LLMException, match="link_secrets") as own:
+        LLMConfig().link_secrets = text
+    with pytest.raises(LLMException, match=r"kvpull\.LinkSecrets") as read:
+        settings({"kvpull.LinkSecrets": text}, {})
+    for caught in (own, read):
+        assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+        assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "7", '[["2", "hush"]]', '{"two": "hush"}', '{"2": {"3": "hush"}}', '{"2": 7}'])
+def test_secrets_that_are_no_table_are_refused(text: str) -> None:
+    with pytest.raises(LLMException, match=r"kvpull\.LinkSecrets") as caught:
+        settings({"kvpull.LinkSecrets": text}, {})
+    assert "hush" not in str(caught.value)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from kvpull_async import Cache, CacheDesc, DataType, KvCache, LLMException, LLMRole, LLMStatusCode, Placement
 from kvpull_async.memory.base import PIECE_BYTES
 from kvpull_async.testing.faults import GatedMemory
-from tests.side import Side, status
 from tests.strategies import EXAMPLES
+from tests.unit.side import Side, status
 
 HOST, DEVICE = Placement.HOST, Placement.DEVICE
 PARAM_INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

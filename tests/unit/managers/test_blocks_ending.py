@@ -16,8 +16,8 @@ import pytest
 from kvpull_async import LLMException, LLMRole, LLMStatusCode
 from kvpull_async.crossing import awaited
 from kvpull_async.testing.faults import GatedMemory
-from tests.side import Side
 from tests.unit.managers.test_blocks import HOST, NOT_EXIST, PARAM_INVALID, TENSORS, content, cpu, desc, fill
+from tests.unit.side import Side
 
 MANY = desc(blocks=8, nbytes=1024 * 1024)
 

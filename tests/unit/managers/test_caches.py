@@ -14,12 +14,14 @@ import pytest
 
 from kvpull_async import CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode, Placement
 from kvpull_async.crossing import awaited
+from kvpull_async.managers import caches
 from kvpull_async.testing.faults import GatedMemory
 from tests.loop_nodes import eventually
-from tests.side import DESC, Side, quarantine, status
+from tests.unit.side import DESC, Side, quarantine, status
 
 BIG = CacheDesc(2, [2, 3 * 1024 * 1024], DataType.DT_UINT8)
 PARAM_INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+OUT_OF_MEMORY = {"kv": LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY, "cache": LLMStatusCode.LLM_OUT_OF_MEMORY}
 
 
 @pytest.fixture(params=["kv", "cache"])
@@ -62,12 +64,11 @@ def test_a_layout_that_cannot_be(side: Side, desc: CacheDesc, message: str) -> N
 
 @pytest.mark.parametrize("kind", ["kv", "cache"])
 def test_a_pool_that_is_used_up_refuses_with_the_managers_code_and_recovers(kind: str) -> None:
-    code = LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY if kind == "kv" else LLMStatusCode.LLM_OUT_OF_MEMORY
     made = Side(kind, LLMRole.PROMPT, mem_pool_cfg='{"memory_size": 1024}')
     try:
         desc = CacheDesc(1, [2, 512], DataType.DT_INT8)
         cache = made.allocate(desc)
-        assert status(made.allocate, desc) == code
+        assert status(made.allocate, desc) == OUT_OF_MEMORY[kind]
         made.allocate(CacheDesc(1, [2, 512], DataType.DT_INT8, Placement.HOST))
         made.run(made.manager.deallocate(cache, blocks=None))
         made.allocate(desc)
@@ -79,9 +80,7 @@ def refuse(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_p10_an_allocation_for_which_there_is_no_thread_is_out_of_memory(
-    side: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p10_an_allocation_without_a_thread_is_out_of_memory(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stack is memory too."""
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
@@ -89,14 +88,20 @@ def test_p10_an_allocation_for_which_there_is_no_thread_is_out_of_memory(
     side.allocate()
 
 
-def test_p10_a_copy_for_which_there_is_no_thread_is_out_of_memory(newer: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_memory(*_: object) -> Iterator[int]:
+    yield 0
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize("broken", [(threading.Thread, "start", refuse), (caches, "copy_batches", no_memory)])
+def test_p10_a_copy_without_memory_is_out_of_memory(side: Side, monkeypatch: pytest.MonkeyPatch, broken: Any) -> None:
     memory = [np.zeros((2, 3, 64), np.uint8) for _ in range(2)]
-    dst, src = (newer.register(array) for array in memory)
+    dst, src = (side.register(array) for array in memory)
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        assert status(newer.run, newer.copy(dst, src)) == LLMStatusCode.LLM_OUT_OF_MEMORY
+        patched.setattr(*broken)
+        assert status(side.run, side.copy(dst, src)) == OUT_OF_MEMORY[side.kind]
     memory[1][:] = 7
-    newer.run(newer.copy(dst, src))
+    side.run(side.copy(dst, src))
     assert memory[0][:, 0].all()
 
 

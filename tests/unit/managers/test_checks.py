@@ -345,5 +345,5 @@ def test_the_sum_is_that_of_the_call_or_else_that_of_the_node() -> None:
         assert checked.verify == expected
     for value in ("", "CRC32", "md5"):
         refuses(checks.call_options, ValueError, options={"verify": value}, text="none, crc32, xxh3")
-    for wrong in (True, 1, b"crc32"):
+    for wrong in (True, 1, b"crc32", np.array(["none", "crc32"])):
         refuses(checks.call_options, TypeError, options={"verify": wrong}, text="verify")

@@ -16,7 +16,7 @@ from kvpull_async import (
 )
 from kvpull_async.protocol import frames
 from kvpull_async.values import INVALID_ID
-from tests.pulling import KEY, STRIDE, UNLINKED, Table, refused
+from tests.unit.managers.pulling import KEY, STRIDE, UNLINKED, Table, refused
 
 
 @pytest.fixture

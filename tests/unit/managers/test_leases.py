@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from kvpull_async._deadline import Deadline
+from kvpull_async.link import KEYS_AT_ONCE
 from kvpull_async.managers import leases
 from kvpull_async.managers.dialect import CACHE, KV, Dialect
 from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.values import INVALID_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from tests.loop_nodes import eventually
 from tests.serving import Scene
 
 OWN, THEIRS = 1, 2
@@ -29,14 +31,17 @@ class FakeLink:
 
     peer_name = "a peer"
 
-    def __init__(self, *answers: Answer) -> None:
+    def __init__(self, *answers: Answer, stays: bool = False) -> None:
+        """With `stays` an error of the connection does not end it."""
         self._loop = asyncio.get_running_loop()
         self._answers = list(answers)
         self.asked: list[frames.Lease] = []
         self.open: dict[int, asyncio.Future[frames.Result]] = {}
         self.most = 0
+        self._stays = stays
         self.lost: asyncio.Future[LLMException] = self._loop.create_future()
         self.channel = self
+        self.key_turns = asyncio.Semaphore(KEYS_AT_ONCE)
 
     async def ready(self, deadline: Deadline) -> FakeLink:
         if self.lost.done():
@@ -53,7 +58,8 @@ class FakeLink:
     async def send(self, data: bytes) -> None:
         answer, number = self._answers.pop(0), int.from_bytes(data, "big")
         if isinstance(answer, OSError):
-            self.lost.set_result(LLMException("lost"))
+            if not self._stays:
+                self.lost.set_result(LLMException("lost"))
             raise answer
         if isinstance(answer, LLMException):
             self.open[number].set_exception(answer)
@@ -138,13 +144,16 @@ async def test_a_peer_is_asked_in_one_message() -> None:
     assert link.open == {}
 
 
-@pytest.mark.parametrize("status", [MISSING, LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_FAILED])
+HOPELESS = (LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+
+
+@pytest.mark.parametrize("status", [MISSING, *HOPELESS, LLMStatusCode.LLM_FAILED])
 async def test_a_refusal_is_raised_in_the_peers_words(status: LLMStatusCode) -> None:
     link = FakeLink(status)
     with pytest.raises(LLMException, match=f"answer {status.name}") as caught:
         await do(node(link), CacheKey(THEIRS, 7))
     assert (caught.value.status_code, caught.value.peer) == (status, "a peer")
-    assert caught.value.retry_safe == (status is not LLMStatusCode.LLM_PARAM_INVALID)
+    assert caught.value.retry_safe == (status not in HOPELESS)
     assert link.open == {}
 
 
@@ -175,6 +184,18 @@ async def test_it_is_asked_again_only_if_nothing_had_been_said() -> None:
     assert link.open == said.open == {}
 
 
+async def test_p10_a_connection_that_breaks_by_half_is_the_callers_link_failed() -> None:
+    """What cannot be sent may fail before, or without, the loss of the connection."""
+    link = FakeLink(OSError(105, "No buffer space available"), SUCCESS, stays=True)
+    with pytest.raises(LLMException, match=r"a peer: .*No buffer space") as caught:
+        await do(node(link), CacheKey(THEIRS, 7), timeout=20_000)
+    assert caught.value.status_code == LLMStatusCode.LLM_LINK_FAILED
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.retry_safe
+    assert len(link.asked) == 1
+    assert link.open == {}
+
+
 async def test_few_of_many_are_under_way_at_a_time() -> None:
     link = FakeLink(*[SUCCESS] * 200)
     await asyncio.gather(*(do(node(link), CacheKey(THEIRS, number), 5) for number in range(200)))
@@ -185,9 +206,10 @@ async def test_few_of_many_are_under_way_at_a_time() -> None:
 async def test_one_that_is_cancelled_gives_its_place_to_the_next() -> None:
     link = FakeLink(*[NEVER] * 16, SUCCESS)
     stuck = [asyncio.ensure_future(do(node(link), CacheKey(THEIRS, number))) for number in range(16)]
-    await asyncio.sleep(0.01)
+    await eventually(lambda: len(link.asked) == 16)
     later = asyncio.ensure_future(do(node(link), CacheKey(THEIRS, 99)))
-    await asyncio.sleep(0.01)
+    for _ in range(20):  # turns of the loop, in which it would ask
+        await asyncio.sleep(0)
     assert len(link.asked) == 16
     stuck[3].cancel()
     await later

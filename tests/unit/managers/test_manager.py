@@ -24,7 +24,7 @@ from kvpull_async import (
 )
 from kvpull_async.crossing import awaited
 from kvpull_async.managers.manager import not_enabled, remap_registered_memory
-from tests.side import DESC, Side, quarantine, status
+from tests.unit.side import DESC, Side, quarantine, status
 
 PARAM_INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 

@@ -8,7 +8,7 @@ from kvpull_async import CacheKey, LLMException, LLMRole
 from kvpull_async.crossing import blocked
 from kvpull_async.managers.dialect import CACHE, KV
 from kvpull_async.managers.manager import Manager
-from tests.side import DESC, Side
+from tests.unit.side import DESC, Side
 
 
 def test_both_managers_of_an_engine_see_each_others_caches_and_the_role_it_has_now() -> None:

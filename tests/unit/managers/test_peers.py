@@ -67,7 +67,7 @@ def test_other_bytes_are_counted_told_and_may_be_moved_again(push: bool) -> None
     with event_log() as log:
         asking = SimpleNamespace(counters=counters, log=Log())
         report = Report("an operation", "an-id", peer="a peer", push=push)
-        error = peers.differs(asking, report, "crc32", source=b"\x01\x02", destination=b"\xab")  # type: ignore[arg-type]
+        error = peers.mismatch(asking, report, "crc32", source=b"\x01\x02", destination=b"\xab")  # type: ignore[arg-type]
         (event,) = log.named("verify.failed")
     assert (error.status_code, error.retry_safe) == (LLMStatusCode.LLM_FAILED, True)
     assert (event["sum"], event["source"], event["destination"]) == ("crc32", "0102", "ab")
@@ -79,6 +79,23 @@ def test_other_bytes_are_counted_told_and_may_be_moved_again(push: bool) -> None
 def test_a_source_that_made_no_sum_is_no_mismatch() -> None:
     counters = Counters()
     asking = SimpleNamespace(counters=counters, log=Log())
-    error = peers.differs(asking, Report("pull_cache", "an-id"), "xxh3", source=b"", destination=b"\xab")  # type: ignore[arg-type]
+    error = peers.mismatch(asking, Report("pull_cache", "an-id"), "xxh3", source=b"", destination=b"\xab")  # type: ignore[arg-type]
     assert (error.status_code, error.retry_safe) == (LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, True)
     assert counters.snapshot() == {}
+
+
+@pytest.mark.parametrize(("calls", "push"), [("pulls", False), ("pushes", True)])
+@pytest.mark.parametrize(
+    ("error", "kinds"),
+    [
+        (LLMTimeoutError("late"), ["timed_out"]),
+        (LLMException("x", status_code=LLMStatusCode.LLM_LINK_FAILED), ["failed", "failed_link"]),
+        (LLMException("x", status_code=LLMStatusCode.LLM_NOT_YET_LINK), ["failed", "failed_link"]),
+        (LLMException("x", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST), ["failed", "failed_missing"]),
+        (LLMException("x", status_code=LLMStatusCode.LLM_FAILED), ["failed", "failed_other"]),
+    ],
+)
+def test_a_failure_is_counted_once_by_its_kind(calls: str, push: bool, error: LLMException, kinds: list[str]) -> None:
+    counters = Counters()
+    peers.count_failure(SimpleNamespace(counters=counters), error, push=push)  # type: ignore[arg-type]
+    assert counters.snapshot() == {f"{calls}_{kind}": 1 for kind in kinds}

@@ -14,7 +14,7 @@ from kvpull_async import (
     LLMTimeoutError,
 )
 from kvpull_async.managers.dialect import CACHE, KV, Dialect
-from tests.pulling import KEY, OWN, PARAM_INVALID, UNLINKED, Table, refused
+from tests.unit.managers.pulling import KEY, OWN, PARAM_INVALID, UNLINKED, Table, refused
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from kvpull_async.protocol import frames
 from kvpull_async.registry import Registry
 from tests.loop_nodes import event_log, eventually
 from tests.pull_link import LONG_MS
-from tests.push_link import PushLink
+from tests.unit.push_link import PushLink
 
 PARAM_INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 STRIDE = 100

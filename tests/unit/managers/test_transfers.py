@@ -20,8 +20,8 @@ from kvpull_async import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from tests.side import Side, status
 from tests.transferring import Ready, ReadyLater
+from tests.unit.side import Side, status
 
 PARAM_INVALID = LLMStatusCode.LLM_PARAM_INVALID
 DESC = CacheDesc(4, [3, 64], DataType.DT_UINT8)

@@ -24,8 +24,8 @@ from kvpull_async import (
 from kvpull_async.managers import pushes
 from kvpull_async.tasks import TransferTask
 from tests.loop_nodes import event_log
-from tests.side import Side
 from tests.transferring import BOUND, Held, Ready, Sends
+from tests.unit.side import Side
 
 OK, FAILED = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED
 PARAM_INVALID, FINALIZED = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_ENGINE_FINALIZED

@@ -9,7 +9,7 @@ import pytest
 
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.session import Asked, Event, Failed, Ready, Received
-from tests import recording
+from tests.unit.protocol import recording
 from tests.wire import drained
 
 RECORDINGS = {
@@ -20,7 +20,7 @@ STILL_SPOKEN = [name for name, recorded in RECORDINGS.items() if recorded["versi
 
 
 def test_this_version_has_been_recorded() -> None:
-    """`python -m tests.recording tests/data/session-N.json` makes the recording of a new version."""
+    """`python -m tests.unit.protocol.recording tests/data/session-N.json` makes the recording of a new version."""
     assert f"session-{frames.VERSION}" in RECORDINGS
 
 

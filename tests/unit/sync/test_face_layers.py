@@ -17,8 +17,9 @@ import pytest
 from kvpull_async.testing.faults import Gate
 from kvpull_sync import LLMDataDist, LLMException, LLMRole, LLMStatusCode, LLMTimeoutError
 from tests import duo
-from tests.integration.inject import gated_memories
-from tests.layered import FLAT, LAYERED, LAYERS, intact, key, layer_holds, set_canary
+from tests.canaries import intact, set_canary
+from tests.inject import gated_memories
+from tests.layered import FLAT, LAYERED, LAYERS, key, layer_holds
 
 BOUND = 30.0
 SOME = 2

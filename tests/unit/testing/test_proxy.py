@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvpull_async.testing.proxy import Fault, FaultKind, Schedule, Way
-from tests.proxying import PATIENCE, Line, Rig, exactly, rest, silent
+from tests.unit.testing.proxying import PATIENCE, Line, Rig, exactly, rest, silent
 
 CONTROL, PAYLOAD = b"KVPULL\x01C", b"KVPULL\x01P"
 

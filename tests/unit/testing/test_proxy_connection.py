@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvpull_async.testing.proxy import Fault, FaultKind, Way
-from tests.proxying import PATIENCE, Rig, both_ways, exactly, planned, rest, silent
+from kvpull_async.testing.proxy_connection import Connection
+from tests.unit.testing.proxying import PATIENCE, Rig, both_ways, exactly, planned, rest, silent
 
 
 @pytest.fixture
@@ -141,3 +143,20 @@ def test_delays_and_throttles_slow_down_and_lose_nothing(rig: Rig) -> None:
     assert exactly(line.server, 20_000) == bytes(20_000)
     assert time.monotonic() - began >= 0.15
     rig.proxy.resume()
+
+
+# --- its task ---
+
+
+async def test_a_connection_that_is_cut_says_so_to_whoever_waits_for_it() -> None:
+    near, far = socket.socketpair()
+    said: list[str] = []
+    connection = Connection(0, near, said.append)
+    running = asyncio.ensure_future(connection.run(None))
+    await asyncio.sleep(0)
+    connection.cut()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert near.fileno() == -1
+    assert any("was ended here" in line for line in said)
+    far.close()

@@ -18,12 +18,15 @@ class Crowd:
     def __init__(self, most: int) -> None:
         self.greetings = Greetings(most)
         self.tasks: dict[str, Task] = {}
+        self.blamed: str | None = None
+        """The address of who had to go last."""
 
     def come(self, name: str, host: str) -> str | None:
         """Who had to go."""
         self.tasks[name] = asyncio.ensure_future(self._wait())
         gone = self.greetings.add(self.tasks[name], host)
-        return next((known for known, task in self.tasks.items() if task is gone), None)
+        self.blamed = gone and gone[1]
+        return next((known for known, task in self.tasks.items() if gone and task is gone[0]), None)
 
     @staticmethod
     async def _wait() -> None:
@@ -53,6 +56,7 @@ async def test_a_crowd_from_one_address_pushes_out_its_own(crowd: Crowd) -> None
     crowd.come("honest", "b")
     gone = [crowd.come(str(n), "a") for n in range(50)]
     assert gone == [None] * 3 + [str(n) for n in range(47)]
+    assert crowd.blamed == "a"
     assert crowd.tasks["honest"] in crowd.greetings.all()
 
 

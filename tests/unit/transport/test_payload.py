@@ -11,7 +11,7 @@ import pytest
 
 from kvpull_async.memory.base import Batches
 from kvpull_async.transport.payload import TcpTransfer, receive_into, send_from
-from tests.payloads import FOREIGN, ONE, TWO, Pair, batches, failed, head
+from tests.unit.transport.payloads import FOREIGN, ONE, TWO, Pair, batches, failed, head
 
 
 @pytest.fixture

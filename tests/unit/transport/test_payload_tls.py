@@ -16,7 +16,7 @@ from kvpull_async.transport import tls
 from kvpull_async.transport.payload import Payload, TcpTransfer, receive_into
 from kvpull_async.transport.tls import Tls
 from tests.certificates import Authority, cluster
-from tests.payloads import FOREIGN, ONE, Pair, batches, failed, head
+from tests.unit.transport.payloads import FOREIGN, ONE, Pair, batches, failed, head
 
 
 @pytest.fixture(scope="module")

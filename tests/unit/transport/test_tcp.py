@@ -169,7 +169,7 @@ async def test_silent_connections_are_bounded_and_keep_nobody_out(monkeypatch: p
             silent = [await one.raw(MAGIC[: i % 8]) for i in range(20)]
             channel = await one.there.dial(one.address)
             await eventually(lambda: len(one.channels) == 1)
-            await events.first("link.rejected", text="over 8 unfinished greetings")
+            await events.first("link.rejected", text="over 8 unfinished greetings", peer="127.0.0.1")
             for client in silent[:12]:
                 assert await hung_up(client) == b""
             for client in silent[14:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -173,6 +174,41 @@ async def test_what_is_given_up_closes_its_socket(own: Tls, secured: bool, accep
     await asyncio.sleep(0)
     assert near.fileno() == -1
     far.close()
+
+
+@with_tls
+@pytest.mark.parametrize("accepting", [False, True])
+async def test_what_is_given_up_the_moment_it_opens_leaves_its_descriptor_to_others(
+    own: Tls, secured: bool, accepting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (near, far), (sock, end) = connected(), socket.socketpair()
+    fd, peer, loop, made = near.fileno(), name_of(near), asyncio.get_running_loop(), TcpChannel.connection_made
+
+    def giving_up(channel: TcpChannel, transport: asyncio.BaseTransport) -> None:
+        made(channel, transport)
+        if channel.peer == peer:
+            opening.cancel()
+
+    monkeypatch.setattr(TcpChannel, "connection_made", giving_up)
+    contexts = (own.dialling, own.accepting) if secured else (None, None)
+    opening = asyncio.ensure_future(opened(near, contexts[accepting], accepting=accepting))
+    other = asyncio.ensure_future(opened(far, contexts[not accepting], accepting=not accepting))
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await asyncio.sleep(0)
+    assert near.fileno() == -1
+
+    os.dup2(sock.fileno(), fd)  # as the next connection would have it
+    came = asyncio.Event()
+    loop.add_reader(fd, came.set)
+    end.send(b"!")
+    await asyncio.wait_for(came.wait(), 20)
+    loop.remove_reader(fd)
+    os.close(fd)
+    (await other).abort()
+    await asyncio.sleep(0)
+    for one in (sock, end):
+        one.close()
 
 
 async def test_an_end_on_the_heels_of_the_handshake_is_one_without_complaints(

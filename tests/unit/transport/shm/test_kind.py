@@ -18,7 +18,8 @@ from kvpull_async.transport.shm import kind as kind_module
 from kvpull_async.transport.shm import messages, side
 from kvpull_async.transport.shm.messages import Hello, Missed, Offer
 from tests import memfds
-from tests.meetings import (
+from tests.sides import this_process, turn
+from tests.unit.transport.shm.meetings import (
     PREFIX,
     STRANGER,
     connected,
@@ -31,7 +32,6 @@ from tests.meetings import (
     stranger,
     until,
 )
-from tests.sides import this_process, turn
 
 
 @pytest.fixture

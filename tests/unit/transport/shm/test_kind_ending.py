@@ -14,7 +14,8 @@ from kvpull_async._workers import Workers
 from kvpull_async.memory import shared
 from kvpull_async.transport.shm import messages, side
 from tests import memfds
-from tests.meetings import (
+from tests.sides import turn
+from tests.unit.transport.shm.meetings import (
     Kind,
     connected,
     kinds,
@@ -22,7 +23,6 @@ from tests.meetings import (
     seed,
     until,
 )
-from tests.sides import turn
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from kvpull_async.memory.shared import SharedFile
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.testing.faults import Gate
 from kvpull_async.transport.shm import remote
-from tests.meetings import until
-from tests.readings import table
-from tests.shm_links import WHOLE, Rows, done, linked
 from tests.sides import NBYTES, file_regions, fill, heap_regions
+from tests.unit.transport.shm.meetings import until
+from tests.unit.transport.shm.readings import table
+from tests.unit.transport.shm.shm_links import WHOLE, Rows, done, linked
 
 # -- what a ticket opens -----------------------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from kvpull_async.testing.faults import Gate
 from kvpull_async.transport.shm import remote
 from tests import memfds
 from tests.copies import noise
-from tests.meetings import until
-from tests.shm_links import WHOLE, done, linked, soon
 from tests.sides import NBYTES, file_regions, fill, heap_regions
+from tests.unit.transport.shm.meetings import until
+from tests.unit.transport.shm.shm_links import WHOLE, done, linked, soon
 
 # -- the connection for bytes that cannot be read ----------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from kvpull_async.memory.base import Span
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.shm import reading as reading_module
 from kvpull_async.transport.shm.reading import Reading, _starts
-from tests.readings import CANARY, CHUNK, KIB, Rows, Source, Target, expected, failed, settled, table
+from tests.unit.transport.shm.readings import CANARY, CHUNK, KIB, Rows, Source, Target, expected, failed, settled, table
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from kvpull_async._workers import Workers
 from kvpull_async.memory.base import Batches, Span
 from kvpull_async.status import LLMException
 from kvpull_async.transport.shm.reading import Reading
-from tests.readings import CANARY, CHUNK, KIB, MIB, Rows, Source, Target, failed, settled, table
+from tests.unit.transport.shm.readings import CANARY, CHUNK, KIB, MIB, Rows, Source, Target, failed, settled, table
 
 
 @pytest.fixture

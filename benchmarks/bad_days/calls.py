@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import numpy as np
 
-import chaos_layout as layout
-from chaos_content import CANARY, Bytes, intact, refill, rows
-from chaos_process import Voice
+from bad_days import layout
+from bad_days.content import CANARY, Bytes, intact, refill, rows
+from bad_days.process import Voice
 from kvpull_async import LLMException, LLMTimeoutError
 
 __all__ = ["AT_ONCE", "HANG", "Call", "Place", "Runner", "place"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from chaos_content import Identity
+from bad_days.content import Identity
 from kvpull_async import CacheDesc, DataType, LLMClusterInfo, LLMConfig
 
 __all__ = [

@@ -1,5 +1,6 @@
-"""What the field tests share: two linked nodes of this process behind either face, and how calls end. It must hold no
-test and no report.
+"""What the field tests and others share: two linked nodes of this process behind either face, and how calls end.
+
+It must hold no test and no report.
 """
 
 from __future__ import annotations
@@ -7,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,10 +29,25 @@ PATHS = ("tcp", "inproc", "shm")
 BETWEEN_PROCESSES = ("tcp", "shm")
 QUICK: dict[str, Any] = {"heartbeat_interval": 50, "heartbeat_timeout": 400, "handshake_timeout": 400}
 """A peer that says nothing is given up after 0.4 s."""
+STEADY: dict[str, Any] = {**QUICK, "heartbeat_timeout": 1500}
+"""The same where peers that are only slow, on a busy machine, must not be given up."""
 
 each_face = pytest.mark.parametrize("api", [AWAITED, BLOCKING], ids=lambda api: api.name)
 each_path = pytest.mark.parametrize("path", PATHS)
 each_process_path = pytest.mark.parametrize("path", BETWEEN_PROCESSES)
+
+
+def faces_in_turn(**kinds: Iterable[Any]) -> pytest.MarkDecorator:
+    """All of these with all of those, each with one of the two faces: the faces forward to the same code."""
+    rows = []
+    for row in product(*(enumerate(values) for values in kinds.values())):
+        api = (AWAITED, BLOCKING)[sum(at for at, _ in row) % 2]
+        names = [getattr(value, "value", value) for _, value in row]
+        names = ["+".join(name) if isinstance(name, tuple) else str(name) for name in names]
+        rows.append(pytest.param(api, *(value for _, value in row), id="-".join([api.name, *names])))
+    return pytest.mark.parametrize(("api", *kinds), rows)
+
+
 each_size = pytest.mark.parametrize("desc", [duo.SMALL, duo.BIG], ids=["inline", "streamed"])
 
 

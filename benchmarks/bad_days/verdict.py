@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from chaos_layout import cluster_id
-from chaos_run import Done, Run
-from chaos_schedule import ENDING, touches
+from bad_days.layout import cluster_id
+from bad_days.run import Done, Run
+from bad_days.schedule import ENDING, touches
 from figures import percentile, print_table
 
 __all__ = ["Verdict"]

@@ -11,12 +11,12 @@ import random
 import time
 from typing import Any, Final
 
-import chaos_layout as layout
-from chaos_calls import Place, Runner, place
-from chaos_content import Identity, identities, story
-from chaos_office import Office
-from chaos_process import Voice, descriptors, holdings, leftovers
-from chaos_pushes import Pusher
+from bad_days import layout
+from bad_days.calls import Place, Runner, place
+from bad_days.content import Identity, identities, story
+from bad_days.lines import OfficeLine
+from bad_days.process import Voice, descriptors, holdings, leftovers
+from bad_days.pushes import Pusher
 from kvpull_async import BlocksCacheKey, CacheKeyByIdAndIndex, LLMDataDist, LLMException, LLMRole, LLMStatusCode
 
 __all__ = ["NODES", "decode"]
@@ -40,7 +40,7 @@ class Decode:
         seed = f"decode {setup.seed} {setup.number} {setup.incarnation}"
         who = f"decode {setup.number}.{setup.incarnation}"
         self.runner = Runner(who, voice, setup.sabotage, self._stacks, random.Random(seed))
-        self.offices = [Office(path) for path in setup.offices]
+        self.offices = [OfficeLine(path) for path in setup.offices]
         self.nodes = [LLMDataDist(LLMRole.DECODER, 1000 * (1 + kind) + setup.number) for kind in range(len(NODES))]
         self.known = [0] * self.sources
         """The incarnation of each source that is surely there: no pull that begins now brings anything older."""

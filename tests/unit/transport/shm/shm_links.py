@@ -17,9 +17,9 @@ from kvpull_async._workers import Workers
 from kvpull_async.memory.base import Region, Span
 from kvpull_async.transport.base import PathSeed, Transfer
 from kvpull_async.transport.shm.path import ShmPath
-from tests.meetings import Kind, kinds
-from tests.readings import table
 from tests.sides import NBYTES, heap_regions, this_process
+from tests.unit.transport.shm.meetings import Kind, kinds
+from tests.unit.transport.shm.readings import table
 
 Rows = NDArray[np.int64]
 WHOLE = table((0, 0, NBYTES))

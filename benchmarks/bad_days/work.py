@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import chaos_layout as layout
-from chaos_calls import AT_ONCE, Call, Place, Runner, place
-from chaos_content import Bytes, Identity, holds, identities, refill, story
-from chaos_office import Office
+from bad_days import layout
+from bad_days.calls import AT_ONCE, Call, Place, Runner, place
+from bad_days.content import Bytes, Identity, holds, identities, refill, story
+from bad_days.lines import OfficeLine
 from kvpull_async import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["Offer", "Piece", "Worker"]
@@ -53,7 +53,7 @@ class Piece:
 
 
 class Worker:
-    def __init__(self, runner: Runner, managers: dict[str, Any], offices: list[Office], source_count: int) -> None:
+    def __init__(self, runner: Runner, managers: dict[str, Any], offices: list[OfficeLine], source_count: int) -> None:
         self.runner = runner
         self.random = runner.random
         self.offices = offices

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import numpy as np
 
-import chaos_layout as layout
-from chaos_content import Bytes, Identity, fill, rows
-from chaos_process import Voice, descriptors, holdings, leftovers
+from bad_days import layout
+from bad_days.content import Bytes, Identity, fill, rows
+from bad_days.process import Voice, descriptors, holdings, leftovers
 from kvpull_async import BlocksCacheKey, Cache, CacheKey, LLMDataDist, LLMException, LLMRole, allocate_shared
 
 __all__ = ["prefill"]

@@ -10,11 +10,11 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, Final
 
-import chaos_layout as layout
-from chaos_calls import HANG, Call, Place, Runner
-from chaos_content import Bytes, Identity, blank, fill, holds, story
-from chaos_office import Office
-from chaos_work import Worker
+from bad_days import layout
+from bad_days.calls import HANG, Call, Place, Runner
+from bad_days.content import Bytes, Identity, blank, fill, holds, story
+from bad_days.lines import OfficeLine
+from bad_days.work import Worker
 from kvpull_async import (
     BlocksCacheKey,
     CacheKeyByIdAndIndex,
@@ -50,7 +50,7 @@ class AtOnce(LayerSynchronizer):
 
 class Pusher(Worker):
     def __init__(
-        self, runner: Runner, managers: dict[str, Any], offices: list[Office], source_count: int, *, who: Identity,
+        self, runner: Runner, managers: dict[str, Any], offices: list[OfficeLine], source_count: int, *, who: Identity,
         row: int,
     ) -> None:  # fmt: skip
         super().__init__(runner, managers, offices, source_count)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import chaos_layout as layout
-from chaos_decode import NODES, decode
-from chaos_prefill import prefill
-from chaos_process import Message, Peer
-from chaos_schedule import ENDING, LINES, Fault, Target
+from bad_days import layout
+from bad_days.decode import NODES, decode
+from bad_days.prefill import prefill
+from bad_days.process import Message, Peer
+from bad_days.schedule import ENDING, LINES, Fault, Target
 from kvpull_async.testing.proxy import Fault as Harm
 from kvpull_async.testing.proxy import FaultKind, FaultProxy, Way
 

@@ -1,4 +1,4 @@
-"""A session as it goes over the wire, written down: `python -m tests.recording FILE` records one of this version.
+"""A session as it goes over the wire, written down; `python -m tests.unit.protocol.recording FILE` records one.
 
 A recording stays for the versions that come: they must read it, or refuse its greeting with both versions named.
 """
@@ -18,7 +18,7 @@ from kvpull_async.protocol.frames import Decoder, Message
 from kvpull_async.protocol.session import Asked, Identity, Ready, Session
 from tests.wire import SAMPLES, framed
 
-FOLDER = Path(__file__).parent / "data"
+FOLDER = Path(__file__).parents[2] / "data"
 SECRET = b"the secret of the recording"
 TOKEN = b"t" * 16
 DIALER = Identity(5, b"d" * 16, ("tcp", "shm"), SECRET)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.wire_client import (
+from tests.integration.wire_client import (
     BYE,
     BYE_ACK,
     CHALLENGE,

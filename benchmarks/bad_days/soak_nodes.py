@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-import chaos_layout as layout
-from chaos_content import Bytes, fill, holds, refill, rows, story
-from chaos_process import holdings
+from bad_days import layout
+from bad_days.content import Bytes, fill, holds, refill, rows, story
+from bad_days.process import holdings
 from kvpull_async import BlocksCacheKey, CacheKey, LLMDataDist, LLMException, LLMRole
 
 __all__ = ["puller_side", "source_side"]

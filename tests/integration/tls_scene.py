@@ -13,8 +13,8 @@ from typing import Any
 from kvpull_async import LLMDataDist
 from tests.certificates import Authority, cluster
 from tests.hostile import honest_client, links_of, serving
+from tests.integration.wire_client import AGREED, Peer, Wire
 from tests.loop_nodes import eventually
-from tests.wire_client import AGREED, Peer, Wire
 
 NODE = 0x5EC2E7_C105_7E2D
 """A cluster id that does not come up by chance."""

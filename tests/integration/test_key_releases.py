@@ -12,8 +12,8 @@ from kvpull_async import CacheKey, CacheKeyByIdAndIndex, LLMException, LLMRole, 
 from kvpull_async.protocol import frames
 from tests import duo, hostile
 from tests.conformance.api import AWAITED, Api
-from tests.field.rig import begin, each_face, each_path, nodes
-from tests.leased import INVALID, LONG, MISSING, expired, key, leased, refused
+from tests.integration.leased import INVALID, LONG, MISSING, expired, key, leased, refused
+from tests.integration.rig import begin, each_face, each_path, nodes
 
 pytestmark = pytest.mark.smoke
 

@@ -9,12 +9,12 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
-__all__ = ["Office"]
+__all__ = ["OfficeLine"]
 
 _PATIENCE: Final = 2.0
 
 
-class Office:
+class OfficeLine:
     """One connection to it, made when it is needed. `incarnation` is that of the last answer."""
 
     def __init__(self, path: str) -> None:
