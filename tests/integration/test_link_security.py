@@ -237,3 +237,29 @@ async def test_a_slow_beginning_is_part_of_the_time_for_the_greeting() -> None:
         await raw.send(MAGIC + b"C")
         assert await raw.rest() == b""
         assert asyncio.get_running_loop().time() - began < 3.2  # it would be 3.7 otherwise
+
+
+@pytest.mark.parametrize("secret", [{"link_secret": SECRET}, {"link_secrets": {2: SECRET}}])
+async def test_the_opt_out_says_that_peers_are_not_authenticated_only_where_they_are_not(
+    secret: dict[str, Any],
+) -> None:
+    with event_log() as events:
+        async with serving(allow_insecure_network=True, **secret) as source:
+            await events.first("link.listening")
+            assert not events.named("link.insecure")
+            async with pulling() as puller:
+                assert await link(puller, source) == FAILED
+
+
+@both_transports
+async def test_p10_a_node_that_finalizes_is_not_taken_for_a_lost_one(transport: str) -> None:
+    """Its goodbye is heard before its connections close, however soon that is."""
+    with event_log() as events:
+        async with serving(transfer_backend=transport) as source:
+            for number in range(20):
+                async with pulling(transfer_backend=transport) as puller:
+                    assert await link(puller, source) == OK
+                    if number % 2:
+                        await honest_pull(puller, source, 9)
+        assert len(events.named("link.closed", local_cluster_id=1)) == 20
+        assert not events.named("link.lost")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from kvpull_async import (
     Placement,
 )
 from tests.certificates import Authority, cluster
-from tests.hostile import OK, honest_client, honest_pull, link, links_of, node, pulling, serving
+from tests.hostile import MAGIC, OK, Raw, honest_client, honest_pull, link, links_of, node, pulling, serving
 from tests.loop_nodes import event_log
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
@@ -215,3 +218,31 @@ async def test_files_that_cannot_be_used_are_named_by_init(authority: Authority,
 async def test_a_key_in_a_file_of_its_own(authority: Authority) -> None:
     async with serving(1, transfer_backend="tcp", **authority.issue("split", *cluster(1), separate_key=True)) as source:
         await honest_client(source, **options(authority, 99))
+
+
+@pytest.mark.parametrize("kind", [b"S", b"T"], ids=["control", "payload"])
+async def test_p6_a_handshake_that_is_too_long_is_ended_before_it_is_looked_at(
+    authority: Authority, kind: bytes
+) -> None:
+    """A certificate may be as large as a stranger likes; judging it would hold the loop."""
+    large = authority.issue("large", *cluster(*range(10_000, 12_000)))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(authority.pem)
+    context.load_cert_chain(large["tls_certificate"])
+    with event_log() as events:
+        async with serving(1, **options(authority, 1)) as source:
+            raw = await Raw.connect(source.listen_address, MAGIC + b"S")
+            assert await raw.receive() == b"\x06"
+            raw.sock.setblocking(True)
+            await asyncio.to_thread(_handshake, context, raw.sock)
+            await events.first("link.rejected", text="handshake is longer than 16384 bytes", local_cluster_id=1)
+            await honest_client(source, **options(authority, 99))
+
+
+def _handshake(context: ssl.SSLContext, sock: socket.socket) -> None:
+    """As far as it gets."""
+    with contextlib.suppress(OSError):
+        sock.settimeout(10)
+        with context.wrap_socket(sock) as secured:
+            secured.recv(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import msgspec
@@ -143,3 +144,18 @@ async def test_a_word_of_acceptance_where_nobody_listens_for_it_changes_nothing(
     said = frames.Result(2, 0, "", unsafe=False)
     answers.deliver(said, b"")
     assert await result == said
+
+
+async def test_a_refusal_that_nobody_takes_any_more_is_no_mistake(answers: Answers) -> None:
+    """Whoever asked may be about to end for another reason, in the very turn in which it comes."""
+    said: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    before = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _, context: said.append(context))
+    try:
+        answers.of_request(1)
+        answers.deliver(frames.Refuse(1, int(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST), "gone"), b"")
+        gc.collect()
+    finally:
+        loop.set_exception_handler(before)
+    assert said == []

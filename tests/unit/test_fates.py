@@ -79,3 +79,14 @@ def test_thousands_are_remembered_and_no_more() -> None:
     assert len(told) == 4096
     assert "pulled already" in told.of(name(9_000), peer=1)
     assert "last 4096" in told.of(name(1_000), peer=1)
+
+
+def test_what_others_may_not_know_of_is_no_news_to_them(clock: Clock) -> None:
+    """Not even by the words that they heard before being replaced."""
+    known = made(clock)
+    known.note(name(5), fates.PULLED, entry())
+    clock.now += 1
+    known.note(name(5), fates.RELEASED, entry(7))
+    assert known.of(name(5), peer=2) == "pulled already 1000 ms ago"
+    assert known.of(name(5), peer=7) == "released 0 ms ago"
+    assert known.of(name(5), peer=None) == "released 0 ms ago"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import socket
 import ssl
-import sys
-import termios
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -66,36 +63,21 @@ class _Legible:
             raise ssl.SSLError("the names in the peer's certificate are no text") from error
 
 
-class _Measured(_Legible):
-    """Ends a handshake that is too long before it is looked at."""
-
-    _heard = 0
-
-    def _hear(self, nbytes: int) -> None:
-        """So many bytes more are there to be read."""
-        self._heard += nbytes
-        if self._heard > _HANDSHAKE_LIMIT:
-            raise ssl.SSLError(f"the peer's handshake is longer than {_HANDSHAKE_LIMIT} bytes")
-
-
-class _Object(_Measured, ssl.SSLObject):
-    """For connections of the loop."""
+class _Object(_Legible, ssl.SSLObject):
+    """For connections of the loop. Ends a handshake that is too long before it is looked at."""
 
     incoming: ssl.MemoryBIO
+    _heard = 0
 
     def do_handshake(self) -> None:
-        self._hear(self.incoming.pending)
+        self._heard += self.incoming.pending
+        if self._heard > _HANDSHAKE_LIMIT:
+            raise ssl.SSLError(f"the peer's handshake is longer than {_HANDSHAKE_LIMIT} bytes")
         super().do_handshake()
 
 
-class _Socket(_Measured, ssl.SSLSocket):
+class _Socket(_Legible, ssl.SSLSocket):
     """For payload connections."""
-
-    def do_handshake(self, block: bool = False) -> None:
-        there = bytearray(4)
-        fcntl.ioctl(self.fileno(), termios.FIONREAD, there)
-        self._hear(int.from_bytes(there, sys.byteorder))
-        super().do_handshake(block)
 
 
 class _Context(ssl.SSLContext):

@@ -10,7 +10,7 @@ import pytest
 
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import FrameError, Message
-from kvpull_async.protocol.session import FRAMES_AT_ONCE, IN_FLIGHT_LIMIT, WATCHES_LIMIT, Failed, Received, Session
+from kvpull_async.protocol.session import FRAMES_AT_ONCE, IN_FLIGHT_LIMIT, WATCHES_LIMIT, Failed, Received, Session, State
 from kvpull_async.status import LLMStatusCode
 from tests.wire import SAMPLES, deliver, drained, exchange, greeted
 
@@ -244,3 +244,18 @@ def test_an_answer_that_does_not_fit_what_was_asked_ends_the_session(asked: Any,
     assert asking.new_request(asked) == 1
     (failed,) = deliver(asking, answer)
     assert failed == Failed(f"{type(answer).__name__} is no answer to what was asked", LINK_FAILED)
+
+
+def test_p4_many_leases_at_once_cost_no_link() -> None:
+    """They are answered on the spot: callers who gave up while the peer was held up may have left hundreds of them."""
+    asking, serving = greeted()
+    numbers = [asking.new_request(frames.Lease) for _ in range(5 * IN_FLIGHT_LIMIT)]
+    for number in numbers:
+        asking.send(frames.Lease(number, "p", "request", number, 0, 0, 100))
+    serving.receive(asking.take_output())
+    heard = drained(serving)
+    while serving.more:
+        serving.receive(b"")
+        heard += drained(serving)
+    assert [event.message.request_id for event in heard] == numbers
+    assert serving.state is State.READY
