@@ -10,7 +10,15 @@ import pytest
 
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import FrameError, Message
-from kvpull_async.protocol.session import FRAMES_AT_ONCE, IN_FLIGHT_LIMIT, WATCHES_LIMIT, Failed, Received, Session, State
+from kvpull_async.protocol.session import (
+    FRAMES_AT_ONCE,
+    IN_FLIGHT_LIMIT,
+    WATCHES_LIMIT,
+    Failed,
+    Received,
+    Session,
+    State,
+)
 from kvpull_async.status import LLMStatusCode
 from tests.wire import SAMPLES, deliver, drained, exchange, greeted
 
