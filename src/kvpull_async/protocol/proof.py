@@ -18,7 +18,10 @@ __all__ = ["agreed", "framed", "proof", "same", "secret_with", "versions"]
 
 _LABEL: Final = b"kvpull link 1"
 
-same = hmac.compare_digest
+
+def same(one: bytes, other: bytes) -> bool:
+    """In a time that tells nothing of where they differ."""
+    return hmac.compare_digest(one, other)
 
 
 def secret_with(identity: Identity, cluster_id: int) -> bytes | None:

@@ -25,8 +25,8 @@ class TcpChannel(ControlChannel, asyncio.BufferedProtocol):
     """
 
     def __init__(self, peer: str, buffer: memoryview) -> None:
-        self.peer = peer
-        self.arrivals = Arrivals(self._taken)
+        self.peer: str = peer
+        self.arrivals: Arrivals = Arrivals(self._taken)
         self._buffer = buffer
         self.connected: bool = False
         """Whether the loop has given it the connection, which from then on ends with `abort`."""
