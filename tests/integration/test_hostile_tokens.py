@@ -203,7 +203,8 @@ async def test_a_token_is_of_no_use_for_payload_before_its_link_is_there_or_afte
         await eventually(lambda: links_of(source) == [])
         with Wire.open(source.listen_address, ticket(token, 0)) as wire:
             assert wire.rest() == b""
-        await eventually(lambda: len(events.named("link.rejected", text=NO_PAYLOAD)) == 2)
+        await events.first("link.rejected", text=NO_PAYLOAD)
+        await events.first("link.rejected", text="a payload connection for a link that has ended")
 
 
 async def test_a_payload_connection_that_says_half_its_ticket_is_ended_in_time(events: EventLog) -> None:
