@@ -24,6 +24,7 @@ from tests.certificates import Authority, cluster
 from tests.hostile import MAGIC, OK, Raw, honest_client, honest_pull, link, links_of, node, pulling, serving
 from tests.loop_nodes import event_log
 
+pytestmark = pytest.mark.smoke  # asyncio's TLS differs between versions of Python
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 paths = pytest.mark.parametrize("path", ["tcp", "shm"])
