@@ -167,6 +167,7 @@ class Pusher(Worker):
             await used.manager.pull_cache(key, used.cache, row, timeout=_READ_MS)
         except LLMException as error:
             self.runner.counts[f"read again: {getattr(error.status_code, 'name', error.status_code)}"] += 1
+            used.refill()  # some of it may have come
             return False
         self.runner.counts["read again: ok"] += 1
         return True
