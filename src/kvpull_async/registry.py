@@ -226,8 +226,8 @@ class Registry:
         if entry.allowed is not None and not entry.open_to(peer):
             return None
         if not entry.alive:
-            for other in tuple(entry.bindings):  # those whose time is over do not keep it
-                self.bound(entry, other)
+            while entry.bindings and self.bound(entry, next(iter(entry.bindings))) is None:
+                pass  # that key is gone: those whose time is over do not keep the cache
             if not entry.bindings:
                 return None
         return entry, self.bound(entry, index)

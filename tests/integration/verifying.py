@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMException, LLMStatusCode
-from kvpull_async.memory.base import Allocation, Batches, MemoryBackend, Region
-from kvpull_async.values import Placement
+from kvpull_async.memory.base import Batches, MemoryBackend, Region
+from kvpull_async.testing.faults import WrappedMemory
 from tests import duo
 from tests.integration.pushing import PUSHER, Ends, Stock
 
@@ -18,43 +18,18 @@ SUMS = ("crc32", "xxh3")
 FAILED = LLMStatusCode.LLM_FAILED
 
 
-class Damaging(MemoryBackend):
+class Damaging(WrappedMemory):
     """Another memory. What is lent first is lent as a copy with one bit changed, as if it had been damaged on its way;
     or, with `before`, that is called when something is lent, and may change the memory itself.
     """
 
     def __init__(self, inner: MemoryBackend, *, before: Callable[[], object] | None = None) -> None:
-        self.name: str = f"damaging {inner.name}"
-        self.direct: bool = inner.direct
+        super().__init__(inner, kind="damaging")
         self.armed = True
         self._before = before
-        self._inner = inner
-
-    def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
-        return self._inner.allocate(tensors=tensors, tensor_nbytes=tensor_nbytes, placement=placement)
-
-    def free(self, allocation: Allocation) -> None:
-        self._inner.free(allocation)
-
-    def adopt(
-        self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement, owners: Sequence[object] = ()
-    ) -> tuple[Region, ...]:
-        return self._inner.adopt(addresses, tensor_nbytes=tensor_nbytes, placement=placement, owners=owners)
-
-    def reach(self, regions: Sequence[Region], *, writing: bool) -> None:
-        self._inner.reach(regions, writing=writing)
-
-    def disown(self, regions: tuple[Region, ...]) -> None:
-        self._inner.disown(regions)
-
-    def views(self, regions: Sequence[Region]) -> list[memoryview]:
-        return self._inner.views(regions)
-
-    def landing(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        return self._inner.landing(regions, segments)
 
     def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        lent = self._inner.lending(regions, segments)
+        lent = super().lending(regions, segments)
         if not self.armed:
             return lent
         self.armed = False
@@ -62,9 +37,6 @@ class Damaging(MemoryBackend):
             return _changed(lent)
         self._before()
         return lent
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def _changed(batches: Batches) -> Batches:

@@ -84,6 +84,20 @@ async def test_a_released_cache_whose_last_key_is_over_is_not_found_by_id(monkey
     assert told.registry.entries() == []
 
 
+def test_p6_a_released_cache_with_many_keys_is_found_in_a_step(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer may ask for it again and again."""
+    entry = allocated(registry, *map(request_key, range(1, DESC.entries + 1)))
+    registry.release(entry)
+    looked, bound = [], registry.bound
+    monkeypatch.setattr(registry, "bound", lambda entry, index: looked.append(index) or bound(entry, index))
+    found = registry.find_id(entry.cache_id, DESC.entries - 1)
+    assert found is not None
+    assert found[1] is not None
+    assert len(looked) == 2
+
+
 async def test_a_key_that_goes_in_another_way_takes_its_lease_along() -> None:
     told = Told()
     registry = told.registry

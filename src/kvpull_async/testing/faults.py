@@ -36,6 +36,7 @@ __all__ = [
     "FaultyTransport",
     "Gate",
     "GatedMemory",
+    "WrappedMemory",
 ]
 
 _LIMIT: Final = 30.0
@@ -97,21 +98,13 @@ class Gate:
         return f"<Gate {'open' if self._open.is_set() else 'closed'} held={self.held}>"
 
 
-class GatedMemory(MemoryBackend):
-    """Another memory whose landings and lendings stop at a gate, after the first `after` batches of each.
+class WrappedMemory(MemoryBackend):
+    """Another memory as it is: for those that change a part of what it does."""
 
-    What is stopped cannot be aborted until the gate opens, like a copy inside a native library. Cannot be used on an
-    event loop (`direct` is false), so it also stands for memory that is staged.
-    """
-
-    direct = False
-
-    def __init__(self, inner: MemoryBackend, *, after: int = 1) -> None:
-        self.name: str = f"gated {inner.name}"
-        self.landing_gate: Gate = Gate()
-        self.lending_gate: Gate = Gate()
+    def __init__(self, inner: MemoryBackend, *, kind: str) -> None:
+        self.name: str = f"{kind} {inner.name}"
+        self.direct: bool = inner.direct
         self._inner = inner
-        self._after = after
 
     def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
         return self._inner.allocate(tensors=tensors, tensor_nbytes=tensor_nbytes, placement=placement)
@@ -127,19 +120,46 @@ class GatedMemory(MemoryBackend):
     def reach(self, regions: Sequence[Region], *, writing: bool) -> None:
         self._inner.reach(regions, writing=writing)
 
+    def disown(self, regions: tuple[Region, ...]) -> None:
+        self._inner.disown(regions)
+
     def views(self, regions: Sequence[Region]) -> list[memoryview]:
         return self._inner.views(regions)
 
     def landing(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        return _gated(self._inner.landing(regions, segments), self.landing_gate, self._after)
+        return self._inner.landing(regions, segments)
 
     def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        return _gated(self._inner.lending(regions, segments), self.lending_gate, self._after)
+        return self._inner.lending(regions, segments)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class GatedMemory(WrappedMemory):
+    """Another memory whose landings and lendings stop at a gate, after the first `after` batches of each.
+
+    What is stopped cannot be aborted until the gate opens, like a copy inside a native library. Cannot be used on an
+    event loop (`direct` is false), so it also stands for memory that is staged.
+    """
+
+    def __init__(self, inner: MemoryBackend, *, after: int = 1) -> None:
+        super().__init__(inner, kind="gated")
+        self.direct = False
+        self.landing_gate: Gate = Gate()
+        self.lending_gate: Gate = Gate()
+        self._after = after
+
+    def landing(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
+        return _gated(super().landing(regions, segments), self.landing_gate, self._after)
+
+    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
+        return _gated(super().lending(regions, segments), self.lending_gate, self._after)
 
     def close(self) -> None:
         self.landing_gate.open()
         self.lending_gate.open()
-        self._inner.close()
+        super().close()
 
 
 def _gated(batches: Batches, gate: Gate, after: int) -> Batches:

@@ -133,11 +133,10 @@ class TcpTransport(Transport, PathKind):
                 await _send(sock, ticket)
                 if await _receive(sock, 1) != _ATTACHED:
                     raise ConnectionError("the peer did not take the payload connection, and its log says why")
-            except ssl.SSLEOFError as error:
+            except BaseException as error:
                 sock.close()
-                raise ConnectionError("the peer refused a payload connection over TLS; its log says why") from error
-            except BaseException:
-                sock.close()
+                if isinstance(error, ssl.SSLEOFError):  # how a hang-up looks from within TLS
+                    raise ConnectionError("the peer refused the payload connection, and its log says why") from error
                 raise
         return sock
 
