@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.acl_libraries import Library, compiler
 from tests.copies import loaded
 
 
@@ -16,3 +19,12 @@ def impl(request: pytest.FixtureRequest) -> Any:
     if request.param and not module.ACCELERATED:
         pytest.skip("the extension was not built for this Python")
     return module
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Library:
+    """Compiles small libraries that look like AscendCL's."""
+    gcc = shutil.which("gcc")
+    if gcc is None:
+        pytest.skip("there is no compiler")
+    return compiler(gcc, tmp_path)
