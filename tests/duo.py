@@ -27,6 +27,7 @@ from kvpull_async import (
 )
 from kvpull_async.engine import Engine
 from kvpull_async.testing.faults import GatedMemory
+from tests import npu
 
 PROMPT, DECODER = 1, 2
 TIMEOUT_MS = 30_000
@@ -71,10 +72,7 @@ def keys(desc: CacheDesc, *, first: int = 0) -> list[CacheKey]:
 
 def arrays(cache: Cache | KvCache) -> list[NDArray[np.uint8]]:
     """The tensors' memory: one array of (entries, bytes) each."""
-    manager: Any = cache._manager
-    desc = cache.cache_desc
-    found = [manager.get_cache_tensors(cache, tensor)[0].view() for tensor in range(desc.num_tensors)]
-    return [array.reshape(-1).view(np.uint8).reshape(desc.entries, -1) for array in found]
+    return [tensor.reshape(cache.cache_desc.entries, -1) for tensor in npu.tensors(cache)]
 
 
 def pattern(tensor: int, entry: int) -> int:
@@ -126,11 +124,12 @@ class Duo:
         return gate(self.prompt)
 
 
-def gate(datadist: Any) -> GatedMemory:
+def gate(datadist: Any, *, after: int = 1) -> GatedMemory:
     """Lay a gate around the memory of a node; caches made before and after have it."""
-    engine = engine_of(datadist)
-    gated = GatedMemory(engine.registry.backend)
-    engine.registry.backend = gated
+    registry = engine_of(datadist).registry
+    registry.backend = gated = GatedMemory(registry.backend, after=after)
+    for entry in tuple(registry._entries.values()):
+        entry.direct = False
     return gated
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from kvpull_async.memory.base import Region
-from kvpull_async.memory.host import HostMemory
+from kvpull_async.memory import choosing
+from kvpull_async.memory.base import Allocation, Region, Until
+from kvpull_async.memory.publications import Publications
 from kvpull_async.testing.faults import Faults, FaultyTransport, Gate, GatedMemory
 from kvpull_async.testing.stubborn import StubbornTransport
 from kvpull_async.transport.base import Transport
@@ -24,25 +30,60 @@ _TRANSPORTS: dict[str, tuple[str, type[Transport]]] = {
 
 
 class _Gated(GatedMemory):
-    """Other processes see what the memory below publishes."""
+    """Other processes see what the memory below publishes. `all_made` are the gated memories of the test."""
 
-    def __init__(self, inner: HostMemory, *, after: int) -> None:
+    def __init__(self, inner: Any, all_made: list[_Gated], *, after: int) -> None:
         super().__init__(inner, after=after)
-        self.publications = inner.publications
+        self.publications: Publications = inner.publications
+        self._all_made = all_made
+        self._places: set[int] = set()
+
+    def allocate(self, **wanted: Any) -> Allocation:
+        made = super().allocate(**wanted)
+        self._places.update(region.address for region in made.regions)
+        return made
+
+    def adopt(self, addresses: Sequence[int], **wanted: Any) -> tuple[Region, ...]:
+        self._places.update(addresses)
+        return super().adopt(addresses, **wanted)
 
     def disown(self, regions: tuple[Region, ...]) -> None:
         self._inner.disown(regions)
 
+    def copying(
+        self,
+        sources: Sequence[Region],
+        destinations: Sequence[Region],
+        pairs: NDArray[np.int64],
+        *,
+        until: Until | None = None,
+    ) -> Generator[int, None, None]:
+        """Within a device no bytes are lent: the steps of the copy stop at the gates of the two memories instead."""
+        if sources[0].device is None or destinations[0].device is None:
+            yield from super().copying(sources, destinations, pairs, until=until)
+            return
+        lender = next((made for made in self._all_made if sources[0].address in made._places), self)
+        with closing(self._inner.copying(sources, destinations, pairs, until=until)) as steps:
+            for number in itertools.count():
+                if number >= self._after:
+                    lender.lending_gate.pass_through()
+                    self.landing_gate.pass_through()
+                copied = next(steps, None)
+                if copied is None:
+                    return
+                yield copied
 
-def gated_memories(monkeypatch: pytest.MonkeyPatch, *, after: int) -> list[GatedMemory]:
-    """Engines made from now on have gated memory: the list of it grows in the order in which they are made."""
-    made: list[GatedMemory] = []
 
-    def make(*args: Any, **options: Any) -> GatedMemory:
-        made.append(_Gated(HostMemory(*args, **options), after=after))
-        return made[-1]
+def gated_memories(monkeypatch: pytest.MonkeyPatch, *, after: int) -> Sequence[GatedMemory]:
+    """Engines opened from now on have gated memory: the list of it grows in the order in which they open."""
+    made: list[_Gated] = []
 
-    monkeypatch.setattr("kvpull_async.engine.HostMemory", make)
+    def choose(*args: Any, inner: Any = choosing.choose, **options: Any) -> choosing.Chosen:
+        chosen: choosing.Chosen = inner(*args, **options)
+        made.append(_Gated(chosen.memory, made, after=after))
+        return replace(chosen, memory=made[-1])
+
+    monkeypatch.setattr(choosing, "choose", choose)
     return made
 
 
@@ -83,4 +124,4 @@ def faulty_transports(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Faults
 
 def stubborn_inproc(monkeypatch: pytest.MonkeyPatch) -> None:
     """The inproc transport of engines made from now on has fetches that refuse to abort."""
-    monkeypatch.setattr("kvpull_async.routes.InprocTransport", lambda log: StubbornTransport(InprocTransport(log)))
+    monkeypatch.setattr("kvpull_async.routes.InprocTransport", lambda *args: StubbornTransport(InprocTransport(*args)))

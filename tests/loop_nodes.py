@@ -265,7 +265,6 @@ class LoopNode:
             log=self.log,
             counters=self.counters,
             workers=self.workers,
-            direct_memory=True,
             routes=(self.route,),
             serve=self._serve,
             gone=lambda link: self.links.gone(link),  # noqa: PLW0108  (made below)

@@ -17,7 +17,7 @@ from kvpull_async import plan
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
 from kvpull_async.fifo import Fifo
-from kvpull_async.memory.base import Batches, Span
+from kvpull_async.memory.base import Batches, Span, Until
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
@@ -138,6 +138,7 @@ class LoopLane:
         self.tables: list[bytes] = []
         self.given_up: list[int] = []
         self.checked: list[bytes] = []
+        self.refusals: list[asyncio.Future[LLMException]] = []
         self._check: asyncio.Future[bool] | None = None
 
     def ask(self, request: Callable[[int], frames.Request], tail: bytes) -> tuple[int, bytes, asyncio.Future[Any]]:
@@ -148,6 +149,11 @@ class LoopLane:
         if not self._link.silent:
             asyncio.get_running_loop().call_later(STEP, self._link.answer, asked, answer)
         return asked.request_id, b"request", answer
+
+    def refusal(self, request_id: int) -> asyncio.Future[LLMException]:
+        assert request_id == len(self.requests)
+        self.refusals.append(asyncio.get_running_loop().create_future())
+        return self.refusals[-1]
 
     def give_up(self, request_id: int, *, tell: bool) -> None:
         assert tell
@@ -186,7 +192,6 @@ class LoopLink:
         """What the source says when it is asked whether it still holds a grant; None: nothing."""
         self.inline_limit = inline_limit
         self.settle_timeout = settle_timeout
-        self.direct_memory = True
         self.workers = Workers(1)
         self.peer_name = "peer:1"
         self.trouble = ": nobody is there"
@@ -294,6 +299,8 @@ class Bench:
         regions = self.registry.backend.adopt(addresses, tensor_nbytes=DESC.size, placement=Placement.HOST)
         self.entry: Entry = self.registry.add(DESC, regions, blocks=False)
         self.reports: list[Report] = []
+        self.until: Until | None = None
+        """What the last landing was made with."""
         self.size = 1024 if link.get("inline_limit") == INLINE else 700_000
 
     def pull(self, timeout_ms: float = LONG_MS) -> Pull:
@@ -321,10 +328,11 @@ class Bench:
             offset_pull=False, blocks=0, remote_access=False, inline_limit=self.link.inline_limit,
         )  # fmt: skip
 
-    def _land(self, grant: frames.Grant) -> tuple[Batches, int]:
+    def _land(self, grant: frames.Grant, until: Until) -> tuple[Batches, int]:
         if grant.per_tensor != self.size:
             raise LLMException("does not fit", status_code=LLMStatusCode.LLM_FAILED)
-        return self.registry.backend.landing(self.entry.regions, self._rows()), 4 * self.size
+        self.until = until
+        return self.registry.backend.landing(self.entry.regions, self._rows(), until=until), 4 * self.size
 
     def _rows(self) -> plan.Segments:
         return plan.entry_segments(range(4), entry=1, entry_nbytes=700_000, offset=0, size=self.size)

@@ -45,7 +45,7 @@ class FakeTransfer:
         if finished:
             self.done.set_result(0)
 
-    def finish(self, error: OSError | None = None) -> None:
+    def finish(self, error: Exception | None = None) -> None:
         if error is None:
             self.done.set_result(STRIDE)
         else:

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 __all__ = ["Job", "Workers", "report_to", "resolve"]
 
 T = TypeVar("T")
+_MOST_STUCK = 8
+"""Threads that are replaced while they hang; when more do, everybody waits."""
 _Work = tuple["Future[Any]", Callable[[], Any]]
 
 
@@ -36,14 +38,15 @@ def resolve(future: asyncio.Future[None] | None) -> None:
 
 
 class Workers(Executor):
-    """A fixed number of daemon threads, started on first use and joined with a bound."""
+    """A fixed number of daemon threads, started on first use and joined with a bound. Each ends with `finalizer`."""
 
     def __init__(
-        self, threads: int, *, name: str = "kvpull-worker", initializer: Callable[[], None] | None = None
+        self, threads: int, *, name: str = "kvpull-worker", finalizer: Callable[[], None] | None = None
     ) -> None:
-        self.limit = threads
+        self.limit: int = threads
         self._name = name
-        self._initializer = initializer
+        self._finalizer = finalizer
+        self._stuck = 0
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # protects _threads, _spare and _closed
@@ -67,6 +70,15 @@ class Workers(Executor):
             self._queue.put((future, lambda: context.run(fn, *args, **kwargs)))
             self._spare -= 1
         return future
+
+    def stand_in(self, *, begins: bool) -> None:
+        """A thread hangs in what cannot be stopped (or does so no more): another one takes its place, up to a limit."""
+        with self._lock:
+            before = min(self._stuck, _MOST_STUCK)
+            self._stuck += 1 if begins else -1
+            self.limit += min(self._stuck, _MOST_STUCK) - before
+            if begins and not self._closed and self._spare < 0 and len(self._threads) < self.limit:
+                self._grow()  # for what waits already
 
     def close(self, timeout: float) -> int:
         """Let the threads end after what is queued; returns how many were still busy when `timeout` (s) was over."""
@@ -96,15 +108,17 @@ class Workers(Executor):
         self._threads.append(thread)
 
     def _run(self) -> None:
-        if self._initializer is not None:
-            self._initializer()
-        while (work := self._queue.get()) is not None:
-            future, call = work
-            if future.set_running_or_notify_cancel():
-                _carry_out(future, call)
-            del future, call, work  # an idle worker keeps nothing alive
-            with self._lock:
-                self._spare += 1
+        try:
+            while (work := self._queue.get()) is not None:
+                future, call = work
+                if future.set_running_or_notify_cancel():
+                    _carry_out(future, call)
+                del future, call, work  # an idle worker keeps nothing alive
+                with self._lock:
+                    self._spare += 1
+        finally:
+            if self._finalizer is not None:
+                self._finalizer()
 
     def __repr__(self) -> str:
         return f"<Workers {self._name} threads={len(self._threads)}/{self.limit} idle={max(0, self._spare)}>"

@@ -164,7 +164,7 @@ def _by_address(
             if address != region.address:
                 raise _invalid(f"{address:#x} is inside a tensor of a blocks cache of the receiver, not its beginning")
         entries[entry.cache_id] = entry
-        regions.append(Region(address, nbytes, region.placement, region.owner))
+        regions.append(Region(address, nbytes, region.placement, region.owner, region.device))
     if any(after - before < nbytes for before, after in itertools.pairwise(sorted(addresses))):
         raise _invalid(f"two of the addresses are less than the {nbytes} bytes apart that are to be written at each")
     return tuple(entries.values()), tuple(regions)

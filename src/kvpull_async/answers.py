@@ -36,6 +36,8 @@ class Answers:
         self._peer = peer
         self._asked: dict[int, Prompt[Answer]] = {}
         self._digests: dict[int, asyncio.Future[bytes]] = {}
+        self._refusals: dict[int, asyncio.Future[LLMException]] = {}
+        """Of requests that may be refused after they were granted."""
         self._results: dict[int, tuple[Callable[[], None] | None, Prompt[frames.Result]]] = {}
         self._watched: dict[object, _Watched] = {}
         self._names: dict[int, object] = {}
@@ -52,6 +54,12 @@ class Answers:
         """The future of the sum that the source sends after its grant."""
         digest = self._digests[request_id] = self._loop.create_future()
         return digest
+
+    def refusal_of(self, request_id: int) -> asyncio.Future[LLMException]:
+        """The future of a refusal that comes after the grant. Whoever has it cancels it in the end."""
+        refusal = self._refusals[request_id] = self._loop.create_future()
+        refusal.add_done_callback(lambda _: self._refusals.pop(request_id, None))
+        return refusal
 
     def of_result(self, request_id: int, accepted: Callable[[], None] | None = None) -> Prompt[frames.Result]:
         """The future of what came of an offer, whose bytes the peer may wait for with `accepted` before, or a lease."""
@@ -138,6 +146,9 @@ class Answers:
     def _answered(self, message: frames.Grant | frames.Refuse, tail: bytes | memoryview) -> None:
         answer = self._asked.pop(message.request_id, None)
         if answer is None or answer.done():
+            refusal = self._refusals.get(message.request_id)
+            if isinstance(message, frames.Refuse) and refusal is not None and not refusal.done():
+                refusal.set_result(self._refusal(message))
             return
         if isinstance(message, frames.Grant):
             answer.hand((message, tail if answer.awaited else bytes(tail)))
@@ -169,6 +180,9 @@ class Answers:
         waiting: list[asyncio.Future[Any]] = [*self._asked.values(), *(result for _, result in self._results.values())]
         waiting += [*self._digests.values(), *self._pongs.values(), *self._checks.values()]
         waiting += [appeared for watch in self._watched.values() for appeared in watch.futures]
+        for refusal in self._refusals.values():
+            if not refusal.done():
+                refusal.set_result(fresh(error))
         for table in (self._asked, self._digests, self._results, self._watched, self._names):
             table.clear()
         for future in waiting:

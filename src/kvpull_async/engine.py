@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 from kvpull_async import observe
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers, report_to
+from kvpull_async.call import finalized
 from kvpull_async.comms import Comms
 from kvpull_async.config import Settings
 from kvpull_async.config.rank_table import Gathering
@@ -31,7 +32,8 @@ from kvpull_async.links import Codes, Links, Target
 from kvpull_async.listening import close_all, listen
 from kvpull_async.managers.manager import Operation
 from kvpull_async.managers.node import Node
-from kvpull_async.memory.host import HostMemory
+from kvpull_async.memory import choosing
+from kvpull_async.memory.base import MemoryBackend
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.session import Identity, Peer
 from kvpull_async.registry import Binding, Registry
@@ -39,7 +41,7 @@ from kvpull_async.routes import Routes, certificates
 from kvpull_async.serve import Serving
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.transport.base import Address, DataPath, Listener, OnChannel
-from kvpull_async.values import LLMRole, Placement
+from kvpull_async.values import LLMRole
 
 __all__ = [
     "CODES",
@@ -111,10 +113,9 @@ class Engine:
         self.events: observe.EventQueue = observe.EventQueue()
         self.log: observe.Log = observe.Log(self.events, local_cluster_id=settings.cluster_id)
         self.workers: Workers = Workers(_WORKERS)
-        pools = {Placement.DEVICE: settings.device_pool_bytes, Placement.HOST: settings.host_pool_bytes}
-        self.memory: HostMemory = HostMemory(pools)
+        self.memory: MemoryBackend = choosing.Unopened()
         self.registry: Registry = Registry(self.memory, dropped=dropped, expired=self._expired)
-        self._routes = Routes(settings, self.memory, self.log, tls=tls)
+        self._routes = Routes(settings, self.log, tls=tls)
         context = self._context()
         self.links: Links = Links(context, _codes(settings))
         self.comms: Comms = Comms(self.links, context)
@@ -122,6 +123,7 @@ class Engine:
         self.node: Node = Node(settings.role, settings, self.registry, self.workers, self.counters, log, loop, find)
         self._listeners: list[Listener] = []
         self._closed = False
+        self._memory_closed: Callable[[float], bool] | None = None
         try:
             self.core.start()
         except RuntimeError:
@@ -136,8 +138,7 @@ class Engine:
             log=self.log,
             counters=self.counters,
             workers=self.workers,
-            direct_memory=self.memory.direct,
-            routes=tuple(self._routes),
+            routes=self._routes,
             serve=self._serve,
             gone=lambda link: self.links.gone(link),  # noqa: PLW0108  (`links` is made with this context)
         )
@@ -162,7 +163,8 @@ class Engine:
     # -- on the core ------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Listen, when the settings say so. LLMException with the address when that is impossible."""
+        """Open the memory, and listen when the settings say so. LLMException when either is impossible."""
+        await self._open_memory()
         await self.links.prepare()
         for name, nearest in self.settings.unknown_options:
             self.log.warning("config.unknown_option", option=name, nearest=nearest)
@@ -177,6 +179,17 @@ class Engine:
         if self.settings.allow_insecure_network and not self.settings.authenticates:
             self.log.warning("link.insecure", reason="allow_insecure_network is on: peers are not authenticated")
 
+    async def _open_memory(self) -> None:
+        wanted = self.settings
+        given: dict[str, Any] = {"budgets": wanted.budgets, "device_ids": wanted.device_ids, "environ": os.environ}
+        chosen = await choosing.choose_apart(wanted.device_backend, **given)
+        if self._closed:  # meanwhile, and nobody would close this one
+            choosing.closing(chosen.memory, failed=self._bug)
+            raise finalized()
+        self.memory = self.registry.backend = chosen.memory
+        self._routes.begin(chosen.memory, chosen.publications)
+        chosen.attend(self.log, self.workers)
+
     async def listen(self, address: Address) -> None:
         try:
             opened = await listen(self._routes, address, self._acceptor)
@@ -185,7 +198,7 @@ class Engine:
             raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
         if self._closed:  # meanwhile, and nobody would close these
             await close_all(opened)
-            raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+            raise finalized()
         self._listeners += opened
         host, port = self._listeners[-1].address
         self.log.info("link.listening", address=f"{host}:{port}")
@@ -276,9 +289,16 @@ class Engine:
         deadline = Deadline.after_ms(timeout * 1000)
         return self.core.stop(deadline.remaining) and not self.workers.close(deadline.remaining)
 
+    def memory_closed(self, timeout: float) -> bool:
+        """Close the memory, once nothing uses it any more; wait at most `timeout` seconds for that."""
+        if self._memory_closed is None:
+            self._memory_closed = choosing.closing(self.memory, failed=self._bug)
+        return self._memory_closed(timeout)
+
     def stuck(self) -> None:
         """They did not: say which."""
-        self.log.error("engine.stuck", workers=self.workers.close(0), core=not self.core.stop(0))
+        workers, core, memory = self.workers.close(0), not self.core.stop(0), not self.memory_closed(0)
+        self.log.error("engine.stuck", workers=workers, core=core, memory=memory)
 
     def snapshot(self) -> dict[str, int]:
         """The counters, with that of the log; from any thread."""
@@ -335,9 +355,9 @@ def end(engine: Engine, deadline: Deadline | None = None) -> None:
     """End the threads, the log's last."""
     bound = deadline or _closing(engine)
     engine.ask_to_stop()
-    if not engine.ended(max(bound.remaining, _TEARDOWN)):
+    ended = engine.ended(max(bound.remaining, _TEARDOWN))
+    if not (engine.memory_closed(max(bound.remaining, _TEARDOWN)) and ended):
         engine.stuck()
-    engine.memory.close()
     engine.events.close(max(bound.remaining, _TEARDOWN))
 
 
@@ -346,11 +366,12 @@ async def end_awaited(engine: Engine, deadline: Deadline | None = None) -> None:
     bound = deadline or _closing(engine)
     engine.ask_to_stop()
     try:
-        if not await _until(engine.ended, max(bound.remaining, _TEARDOWN)):
+        ended = await _until(engine.ended, max(bound.remaining, _TEARDOWN))
+        if not (await _until(engine.memory_closed, max(bound.remaining, _TEARDOWN)) and ended):
             engine.stuck()
         await _until(engine.events.close, max(bound.remaining, _TEARDOWN))
     finally:
-        engine.memory.close()
+        engine.memory_closed(0)
         engine.events.close(0)
 
 

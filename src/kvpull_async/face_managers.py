@@ -177,7 +177,11 @@ class KvCacheManager(_Manager):
         await self._run(self._manager.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id))
 
     def get_cache_tensors(self, kv_cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
-        """The tensor's memory, without a copy: a list with one `Tensor` per device."""
+        """The tensor's memory, without a copy: a list with one `Tensor`.
+
+        Of a cache in the memory of an NPU it is a read-only copy, and the call blocks, the loop too, until that is
+        here, at most `sync_kv_timeout`: where it is large or often done, `copy_cache` it to a cache of Placement.HOST.
+        """
         return self._manager.get_cache_tensors(kv_cache, tensor_index)
 
     async def settled(self, cache: KvCache, timeout: float | None = None) -> None:
@@ -334,7 +338,7 @@ class CacheManager(_Manager):
         await self._run(self._manager.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id))
 
     def get_cache_tensors(self, cache: Cache, tensor_index: int = 0) -> list[Tensor]:
-        """The tensor's memory, without a copy. Our own: the original offers it on the older manager only."""
+        """As `KvCacheManager.get_cache_tensors`. Our own: the original offers it on the older manager only."""
         return self._manager.get_cache_tensors(cache, tensor_index)
 
     async def settled(self, cache: Cache, timeout: float | None = None) -> None:

@@ -8,28 +8,37 @@ import asyncio
 
 from kvpull_async._workers import Workers
 from kvpull_async.held import Entry
-from kvpull_async.memory.base import Batches
+from kvpull_async.memory.base import Batches, Until
+from kvpull_async.status import LLMException
 
 __all__ = ["fill", "gathered", "join"]
 
 
-async def gathered(lending: Batches, entry: Entry, workers: Workers, *, here: bool) -> bytes:
-    """All bytes of a lending of the entry's memory, read on the loop when it is short enough for that (`here`)."""
+async def gathered(lending: Batches, entry: Entry, workers: Workers, *, here: bool, until: Until) -> bytes:
+    """All bytes of a lending of the entry's memory, read on the loop when it is short enough for that (`here`).
+    `until`, with which the lending was made, is stopped when nobody waits for them any more.
+    """
     if here:
         return join(lending)
-    pin = entry.pin(_nothing)  # as long as the thread reads, also when nobody waits for it any more
+    pin = entry.pin(until.stop)  # as long as the thread reads, also when nobody waits for it any more
     try:
         reading = asyncio.get_running_loop().run_in_executor(workers, join, lending)
     except BaseException:
         pin.release()
         raise
     reading.add_done_callback(lambda _: pin.release())
-    return await asyncio.shield(reading)
+    try:
+        return await asyncio.shield(reading)
+    except asyncio.CancelledError:
+        until.stop()
+        raise
+    except LLMException as error:
+        raise error.with_traceback(None)  # noqa: B904  (without the thread's: who keeps it would keep the memory)
 
 
 def join(lending: Batches) -> bytes:
     """All bytes of a lending."""
-    return b"".join(view for batch in lending for view in batch)
+    return b"".join([b"".join(batch) for batch in lending])  # a batch is another's memory once the next is asked for
 
 
 def fill(pieces: list[memoryview], payload: bytes | memoryview) -> None:
@@ -39,7 +48,3 @@ def fill(pieces: list[memoryview], payload: bytes | memoryview) -> None:
         end = at + len(piece)
         piece[:] = payload[at:end]
         at = end
-
-
-def _nothing() -> None:
-    """What happens when the cache is taken away: the thread ends soon."""

@@ -13,7 +13,7 @@ from typing import Final
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Workers
 from kvpull_async.lane import Lane
-from kvpull_async.memory.base import Batches, planned
+from kvpull_async.memory.base import Batches, Until, planned
 from kvpull_async.observe import Counters, Log
 from kvpull_async.offers import Offer
 from kvpull_async.protocol import frames
@@ -37,7 +37,12 @@ class _Open:
     grant_id: bytes
     pin: Pin
     transfer: Transfer
+    until: Until
     timer: asyncio.TimerHandle
+
+    def abort(self) -> None:
+        """Read the memory no longer than it takes to stop."""
+        _stop(self.transfer, self.until)
 
 
 class Granted:
@@ -60,7 +65,7 @@ class Granted:
         self._log_of = log_of
         self._counters = counters
         self._open: dict[bytes, _Open] = {}
-        self._last: tuple[int, Transfer] | None = None
+        self._last: tuple[int, Transfer, Until] | None = None  # no lease, whose pin would keep the memory
 
     def __contains__(self, grant_id: bytes) -> bool:
         return grant_id in self._open
@@ -68,9 +73,9 @@ class Granted:
     def __len__(self) -> int:
         return len(self._open)
 
-    def lend(self, offer: Offer) -> Batches:
+    def lend(self, offer: Offer, until: Until) -> Batches:
         backend, regions = self._registry.backend, offer.entry.regions
-        return planned(offer.plan, lambda segments: backend.lending(regions, segments))
+        return planned(offer.plan, lambda segments: backend.lending(regions, segments, until=until))
 
     async def deliver(
         self, request: frames.Request, grant: frames.Grant, offer: Offer, ends: Deadline, growing: Sum | None
@@ -80,12 +85,12 @@ class Granted:
         try:
             await self._lane.send(grant)
             if growing is not None:
-                summed = self._summed(offer, growing)
+                summed = self._summed(offer, growing, ends)
             await moved(lease.transfer)
         except BaseException:
             if summed is not None:
                 self._say(request, summed, b"")
-            lease.transfer.abort()
+            lease.abort()
             await absorb([lease.transfer.settled], Deadline.after_ms(1000))
             self._end(lease)
             raise
@@ -97,7 +102,7 @@ class Granted:
     def cancel(self, request_id: int) -> None:
         """The puller has given up."""
         if self._last is not None and self._last[0] == request_id:
-            self._last[1].abort()
+            _stop(*self._last[1:])
         for lease in [lease for lease in self._open.values() if lease.request_id == request_id]:
             self._withdraw(lease.grant_id)
 
@@ -114,15 +119,16 @@ class Granted:
 
     # -- sums -------------------------------------------------------------------------------------------------------
 
-    async def sum(self, request: frames.Request, offer: Offer, growing: Sum) -> None:
+    async def sum(self, request: frames.Request, offer: Offer, growing: Sum, ends: Deadline) -> None:
         """Say what the bytes sum to here. The memory must be held while this is called."""
-        await self._tell(request, self._summed(offer, growing))
+        await self._tell(request, self._summed(offer, growing, ends))
 
-    def _summed(self, offer: Offer, growing: Sum) -> Summed:
-        lending, direct = self.lend(offer), self._registry.backend.direct
+    def _summed(self, offer: Offer, growing: Sum, ends: Deadline) -> Summed:
+        until, entry = Until(ends), offer.entry
         return Summed(
-            growing, lending, [offer.entry], self._workers, nbytes=offer.nbytes, rows=offer.rows, direct=direct
-        )
+            growing, self.lend(offer, until), [entry], self._workers,
+            nbytes=offer.nbytes, rows=offer.rows, direct=entry.direct, until=until,
+        )  # fmt: skip
 
     async def _tell(self, request: frames.Request, summed: Summed) -> None:
         """Whatever comes of it the puller, which waits for it, hears something."""
@@ -150,19 +156,21 @@ class Granted:
                 status_code=LLMStatusCode.LLM_LINK_BUSY,
                 retry_safe=True,
             )
-        transfer = self._path.serve(grant.grant_id, self.lend(offer), offer.nbytes)
-        self._last = (request.request_id, transfer)
+        until = Until(ends)
+        transfer = self._path.serve(grant.grant_id, self.lend(offer, until), offer.nbytes)
         pin = offer.entry.pin(partial(self._withdraw, grant.grant_id))
         loop, log = asyncio.get_running_loop(), self._log_of(request)
         timer = loop.call_later(ends.remaining, self._expire, grant.grant_id, log)
-        lease = self._open[grant.grant_id] = _Open(request.request_id, grant.grant_id, pin, transfer, timer)
+        lease = _Open(request.request_id, grant.grant_id, pin, transfer, until, timer)
+        self._open[grant.grant_id] = lease
+        self._last = (request.request_id, transfer, until)
         return lease
 
     def _withdraw(self, grant_id: bytes) -> None:
         """The cache is being taken away: it may go once this side reads it no more, whatever the puller does."""
         lease = self._open.get(grant_id)
         if lease is not None:
-            lease.transfer.abort()
+            lease.abort()
             self._end(lease)
 
     def _expire(self, grant_id: bytes, log: Log) -> None:
@@ -182,3 +190,8 @@ class Granted:
 
     def __repr__(self) -> str:
         return f"<Granted open={len(self._open)}>"
+
+
+def _stop(transfer: Transfer, until: Until) -> None:
+    transfer.abort()  # first: who reads here, and is stopped, finds the memory withdrawn
+    until.stop()

@@ -81,6 +81,8 @@ class Entry:
         self.desc = desc
         self.entry_nbytes: int = desc.entry_nbytes
         self.regions: tuple[Region, ...] = regions
+        self.direct: bool = backend.direct and regions[0].device is None
+        """Whether an event loop may touch the memory."""
         self.blocks = blocks
         self.allocation = allocation
         self.remote_accessible = remote_accessible

@@ -78,6 +78,12 @@ class Lane(Greeting):
         """For a request with a sum, right after `ask`: the future of the source's. Empty if the source made none."""
         return self._answers.digest_of(request_id)
 
+    def refusal(self, request_id: int) -> asyncio.Future[LLMException]:
+        """For a request whose bytes are sent: the future of the source's word, after its grant, that they do not all
+        come. To be cancelled in the end.
+        """
+        return self._answers.refusal_of(request_id)
+
     def offer(
         self, offer: Callable[[int], frames.Offer], *tail: bytes | memoryview, accepted: Callable[[], None]
     ) -> tuple[int, bytes, Prompt[frames.Result]]:

@@ -54,7 +54,6 @@ class Link:
         settings = context.settings
         self.inline_limit: int = settings.inline_limit
         self.settle_timeout: float = settings.settle_timeout_ms / 1000
-        self.direct_memory: bool = context.direct_memory
         self.workers: Workers = context.workers
         self._fifo = Fifo(limit=settings.queue_limit, wait=settings.link_busy_policy == "queue")
         self._active: Turn | None = None

@@ -9,7 +9,7 @@ import asyncio
 import enum
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
@@ -89,8 +89,8 @@ class LinkContext:
     log: Log
     counters: Counters
     workers: Workers
-    direct_memory: bool
-    routes: tuple[Route, ...]
+    routes: Iterable[Route]
+    """Best first; none as long as the engine is not open."""
     serve: Callable[[Lane, DataPath, Peer, Callable[[bool], None]], Server]
     gone: Callable[[Any], None]
     elsewhere: tuple[Address, ...] = ()

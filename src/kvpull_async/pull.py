@@ -17,7 +17,7 @@ from kvpull_async._prompt import Prompt, by_hand
 from kvpull_async._workers import Job
 from kvpull_async.gathering import fill
 from kvpull_async.linkage import lost_with
-from kvpull_async.memory.base import FEW_ROWS, Batches, Span, copy_batches, lend_bytes
+from kvpull_async.memory.base import FEW_ROWS, Batches, Span, Until, copy_batches, lend_bytes, no_memory
 from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
 from kvpull_async.registry import Entry
@@ -35,6 +35,8 @@ __all__ = ["Pull", "Verifying", "Wanted"]
 
 _TINY: Final = 128 * 1024
 """Most bytes copied with the interpreter lock held: giving it up would take longer."""
+_WHY: Final = 0.5
+"""Seconds that a source has to say why it has broken off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Verifying:
     """
 
     name: str
-    lend: Callable[[frames.Grant], Batches]
+    lend: Callable[[frames.Grant, Until], Batches]
     failed: Callable[[bytes, bytes], LLMException]
 
 
@@ -59,7 +61,7 @@ class Wanted:
     request: Callable[[int, int], frames.Request]
     table: bytes
     at_most: int
-    land: Callable[[frames.Grant], tuple[Batches, int]]
+    land: Callable[[frames.Grant, Until], tuple[Batches, int]]
     reading: Callable[[frames.Grant], Callable[[], Segments]]
     span: Callable[[frames.Grant], Span]
     known: Callable[[Offered], frames.Grant | None]
@@ -84,8 +86,10 @@ class Pull(Turn):
         self._request_id: int | None = None
         self._answer: Prompt[Answer] | None = None
         self._transfer: Transfer | None = None
+        self._refusal: asyncio.Future[LLMException] | None = None
         self._digest: asyncio.Future[bytes] | None = None
         self._summed: Summed | None = None
+        self._waits: Until | None = None
         self._verifies = False
         self._pieces: list[memoryview] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -107,6 +111,8 @@ class Pull(Turn):
             raise self._explain(error, unsafe) from cause_of(error)
         finally:
             timer.cancel()
+            if self._refusal is not None:
+                self._refusal.cancel()
             self._pieces = None
             self._leave()
 
@@ -155,7 +161,8 @@ class Pull(Turn):
             fill(self._pieces, payload)
             report.bytes = len(payload)
         else:
-            landing, report.bytes = wanted.land(grant)
+            self._waits = waits = Until(wanted.deadline)
+            landing, report.bytes = wanted.land(grant, waits)
             payload = bytes(payload)
             if self._task is None:
                 await self._until(None)
@@ -198,6 +205,8 @@ class Pull(Turn):
         self._request_id, data, self._answer = lane.ask(
             lambda number: wanted.request(number, wanted.deadline.remaining_ms), wanted.table
         )
+        if wanted.at_most > self._link.inline_limit:
+            self._refusal = lane.refusal(self._request_id)
         if wanted.verifying is not None:
             self._digest = lane.digest(self._request_id)
         return data
@@ -209,6 +218,8 @@ class Pull(Turn):
         span, unproven = wanted.span(grant), grant.ticket is not None and path.unproven(grant.ticket)
         if unproven:
             span = replace(span, landed=None)  # nothing is final before the source has said so
+        if not span.direct:
+            span = replace(span, until=self._waits)
         path.expect(grant.grant_id, grant.ticket, wanted.reading(grant), span)
         self._transfer = path.fetch(grant.grant_id, landing, nbytes)
         try:
@@ -216,8 +227,21 @@ class Pull(Turn):
         except ValueError as error:  # outside of what it shares, or not as many bytes
             reason = f"the source granted what its cache does not have: {error}"
             raise LLMException(reason, status_code=LLMStatusCode.LLM_FAILED) from error
+        except OSError as error:
+            if grant.ticket is None and no_memory(error, "destination", reading=False) is None:
+                await self._hear_why(error)
+            raise
         if unproven:
             await self._prove(lane, grant)
+
+    async def _hear_why(self, error: OSError) -> None:
+        """A source whose memory fails can only break off sending. Why, it says beside that."""
+        refusal = self._refusal
+        if refusal is None:
+            return
+        await asyncio.wait([refusal], timeout=self._deadline.sooner(_WHY).remaining)
+        if refusal.done() and not refusal.cancelled() and refusal.result().status_code != LLMStatusCode.LLM_LINK_FAILED:
+            raise refusal.result() from error
 
     async def _quarantine_over(self) -> None:
         entry = self._wanted.entry
@@ -248,7 +272,7 @@ class Pull(Turn):
             raise ConnectionError(
                 f"the grant is for {nbytes} bytes, {len(payload)} came with it, {self._link.inline_limit} may"
             )
-        if not (self._link.direct_memory and rows <= FEW_ROWS):
+        if not (self._entry.direct and rows <= FEW_ROWS):
             self._transfer = job = Job(self._link.workers, copy_batches(lend_bytes(payload), landing))
             await moved(job)
         else:  # at most inline_limit bytes: shorter than handing it to a thread
@@ -283,9 +307,10 @@ class Pull(Turn):
         self._verifies = True
         if transfer is not None:  # and a task, then
             await asyncio.wait([transfer.settled])
+        growing, until = sums.begin(verifying.name, where="this side"), Until(wanted.deadline)
         self._summed = Summed(
-            sums.begin(verifying.name, where="this side"), verifying.lend(grant), [wanted.entry], self._link.workers,
-            nbytes=wanted.report.bytes, rows=wanted.span(grant).most_rows, direct=self._link.direct_memory,
+            growing, verifying.lend(grant, until), [wanted.entry], self._link.workers,
+            nbytes=wanted.report.bytes, rows=wanted.span(grant).most_rows, direct=wanted.entry.direct, until=until,
         )  # fmt: skip
         if self._task is None and not (self._summed.settled and digest.done()):
             await self._until(None)
@@ -318,6 +343,8 @@ class Pull(Turn):
             self._path.give_up()
         if self._summed is not None:
             self._summed.abort()  # it keeps the memory until it has settled, and writes nothing
+        if self._waits is not None:
+            self._waits.stop()
         if transfer is not None:
             transfer.abort()
             self._wanted.report.enter("settle")

@@ -23,7 +23,7 @@ from kvpull_async._prompt import Prompt, by_hand
 from kvpull_async.gathering import gathered, join
 from kvpull_async.held import Entry
 from kvpull_async.linkage import lost_with
-from kvpull_async.memory.base import FEW_BYTES, FEW_ROWS, FEW_TENSORS, Batches, Span, planned
+from kvpull_async.memory.base import FEW_BYTES, FEW_ROWS, FEW_TENSORS, Batches, Span, Until, planned
 from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, status_of, worth_repeating
@@ -74,6 +74,7 @@ class Push(Turn):
         self._heard: Prompt[None] | None = None
         """Ends with the result, or before it when nobody waits for that any more."""
         self._transfer: Transfer | None = None
+        self._waits: Until | None = None
         self._summed: Summed | None = None
         self._on_accept = False
         """Whether the bytes go once the receiver says that it is ready for them."""
@@ -91,13 +92,13 @@ class Push(Turn):
             await self._steps()
         except BaseException as error:
             timer.cancel()
+            nearest = self._nearest(error)  # before it is stopped, which is a failure, too
             if self._result is not None and not self._result.done() and asyncio.current_task(loop) is None:
                 await by_hand(None)  # what follows needs a task
             unsafe = await self._clean_up()
             if self._wished(error):
                 raise
-            error = self._nearest(error)
-            raise self._explain(error, unsafe) from cause_of(error)
+            raise self._explain(nearest, unsafe) from cause_of(nearest)
         finally:
             timer.cancel()
             if self._path is not None:
@@ -168,7 +169,10 @@ class Push(Turn):
         payload, ticket, begun = b"", None, False
         inline = outgoing.nbytes <= self._link.inline_limit
         if inline:
-            payload = await gathered(self._lend(), outgoing.entry, self._link.workers, here=self._brief)
+            until = Until(self._deadline)
+            payload = await gathered(
+                self._lend(until), outgoing.entry, self._link.workers, here=self._brief, until=until
+            )
         else:
             ticket = path.describe(self._grant_id, Span(outgoing.entry.regions, outgoing.rows))
             if ticket is None:
@@ -193,10 +197,10 @@ class Push(Turn):
     def _begin_sum(self) -> None:
         """What the bytes sum to here, while the receiver takes them."""
         outgoing = self._outgoing
-        growing = sums.begin(outgoing.offer.verify, where="this side")
+        growing, until = sums.begin(outgoing.offer.verify, where="this side"), Until(self._deadline)
         self._summed = Summed(
-            growing, self._lend(), [outgoing.entry], self._link.workers,
-            nbytes=outgoing.nbytes, rows=outgoing.most_rows, direct=outgoing.backend.direct,
+            growing, self._lend(until), [outgoing.entry], self._link.workers,
+            nbytes=outgoing.nbytes, rows=outgoing.most_rows, direct=outgoing.entry.direct, until=until,
         )  # fmt: skip
 
     async def _verify(self, summed: Summed, result: frames.Result) -> None:
@@ -228,14 +232,14 @@ class Push(Turn):
         """The bytes, which are few, read here and now."""
         outgoing, offer = self._outgoing, self._outgoing.offer
         if offer.src_blocks or offer.tensors > FEW_TENSORS:
-            return [join(self._lend())]
+            return [join(self._lend(None))]
         tensors = range(offer.src_tensor, offer.src_tensor + offer.tensors)
         return outgoing.backend.slices(outgoing.entry.regions, tensors, start=offer.start, nbytes=offer.per_tensor)
 
     @property
     def _brief(self) -> bool:
         """Whether the loop itself may read what is small."""
-        return self._outgoing.backend.direct and self._outgoing.most_rows <= FEW_ROWS
+        return self._entry.direct and self._outgoing.most_rows <= FEW_ROWS
 
     def _words(self, request_id: int, *, inline: bool, begun: bool, ticket: bytes | None) -> frames.Offer:
         offer, remaining = self._outgoing.offer, self._deadline.remaining_ms
@@ -249,7 +253,8 @@ class Push(Turn):
     def _begin(self, path: DataPath) -> None:
         """Let the bytes go."""
         if self._transfer is None:
-            self._transfer = path.serve(self._grant_id, self._lend(), self._outgoing.nbytes)
+            self._waits = until = Until(self._deadline)
+            self._transfer = path.serve(self._grant_id, self._lend(until), self._outgoing.nbytes)
 
     def _accepted(self) -> None:
         """The receiver is ready for them."""
@@ -261,10 +266,10 @@ class Push(Turn):
         except (OSError, RuntimeError) as error:  # the latter when no thread can be started
             self.stop(self._explain(error, unsafe=False))
 
-    def _lend(self) -> Batches:
+    def _lend(self, until: Until | None) -> Batches:
         outgoing = self._outgoing
         regions, backend = outgoing.entry.regions, outgoing.backend
-        return planned(outgoing.rows, lambda rows: backend.lending(regions, rows))
+        return planned(outgoing.rows, lambda rows: backend.lending(regions, rows, until=until))
 
     # -- the way out ------------------------------------------------------------------------------------------------
 
@@ -275,6 +280,8 @@ class Push(Turn):
         transfer, result, bound = self._transfer, self._result, self._bound()
         if self._summed is not None:
             self._summed.abort()  # it keeps the memory until it has settled
+        if self._waits is not None:
+            self._waits.stop()
         if transfer is not None:
             transfer.abort()
         unsafe = False
@@ -293,8 +300,8 @@ class Push(Turn):
         done = None if self._transfer is None else self._transfer.done
         if isinstance(error, LLMException) and done is not None and done.done() and not done.cancelled():
             failure = done.exception()
-            if isinstance(failure, OSError) and failure.errno == errno.EFAULT:
-                return failure
+            if isinstance(failure, LLMException) or (isinstance(failure, OSError) and failure.errno == errno.EFAULT):
+                return failure.with_traceback(None)
         return error
 
     def _keep(self) -> None:

@@ -22,6 +22,7 @@ from kvpull_async.memory.base import (
     FEW_TENSORS,
     Batches,
     Span,
+    Until,
     copy_batches,
     lend_bytes,
     no_memory,
@@ -75,55 +76,56 @@ class Receiving:
         the loop may write. False when it has to be fulfilled.
         """
         nbytes, rows = offer.tensors * offer.per_tensor, offer.tensors * max(1, offer.blocks)
-        if not offer.inline or nbytes > FEW_BYTES or rows > FEW_ROWS or not self._registry.backend.direct:
+        if not offer.inline or nbytes > FEW_BYTES or rows > FEW_ROWS:
             return False
         deadline = Deadline.after_ms(offer.remaining_ms)
         return not deadline.expired and _Receipt(self, offer, tail, deadline).taken()
 
     def put(self, place: Place) -> None:
-        """Few bytes that came with the offer, here and now."""
+        """Few bytes that came with the offer, here and now: into memory that the loop may write."""
         backend, count = self._registry.backend, len(place.regions)
         if place.start is not None and count <= FEW_TENSORS:
             nbytes = place.nbytes // count
             fill(backend.slices(place.regions, range(count), start=place.start, nbytes=nbytes), place.payload)
         else:
-            self.copy(place)
+            self.copy(place, None)
 
-    def copy(self, place: Place) -> Transfer | None:
+    def copy(self, place: Place, until: Until | None) -> Transfer | None:
         """Bytes that came with the offer; None when they are in their place already."""
-        backend = self._registry.backend
-        landing = planned(place.rows, lambda rows: backend.landing(place.regions, rows))
-        steps = copy_batches(lend_bytes(place.payload), landing)
-        if not backend.direct or place.nbytes > FEW_BYTES or place.most_rows > FEW_ROWS:
+        steps = copy_batches(lend_bytes(place.payload), self.land(place, until))
+        if place.nbytes > FEW_BYTES or place.most_rows > FEW_ROWS or not _direct(place):
             return Job(self._workers, steps)
         for _ in steps:
             pass
         return None
 
-    async def fetch(self, offer: frames.Offer, place: Place, deadline: Deadline) -> Transfer:
+    async def fetch(self, offer: frames.Offer, place: Place, until: Until) -> Transfer:
         """Begin to take bytes that the receiver reads, or that are sent on the data path."""
-        path, backend = self._path, self._registry.backend
+        path = self._path
         if offer.ticket is None and not offer.begun:
             path.give_up()  # the sender has no connection, whatever this side believes
-            await path.ready(deadline)
+            await path.ready(until.deadline)
             self._lane.post(frames.Accept(offer.request_id))
-        span = Span(place.regions, place.rows, None, place.most_rows)
+        span = Span(place.regions, place.rows, None, place.most_rows, _direct(place), until=until)
         path.expect(offer.grant_id, offer.ticket, place.source, span)
-        landing = planned(place.rows, lambda rows: backend.landing(place.regions, rows))
-        return path.fetch(offer.grant_id, landing, place.nbytes)
+        return path.fetch(offer.grant_id, self.land(place, until), place.nbytes)
 
-    def summed(self, place: Place, growing: Sum) -> Summed:
+    def summed(self, place: Place, growing: Sum, until: Until) -> Summed:
         """What has landed is summed."""
-        direct, lending = self._registry.backend.direct, self.lend(place)
         return Summed(
-            growing, lending, place.entries, self._workers,
-            nbytes=place.nbytes, rows=place.most_rows, direct=direct,
+            growing, self.lend(place, until), place.entries, self._workers,
+            nbytes=place.nbytes, rows=place.most_rows, direct=_direct(place), until=until,
         )  # fmt: skip
 
-    def lend(self, place: Place) -> Batches:
+    def land(self, place: Place, until: Until | None) -> Batches:
+        """Where the bytes go."""
+        backend = self._registry.backend
+        return planned(place.rows, lambda rows: backend.landing(place.regions, rows, until=until))
+
+    def lend(self, place: Place, until: Until | None) -> Batches:
         """What has landed."""
         backend = self._registry.backend
-        return planned(place.rows, lambda rows: backend.lending(place.regions, rows))
+        return planned(place.rows, lambda rows: backend.lending(place.regions, rows, until=until))
 
 
 class _Receipt:
@@ -140,6 +142,7 @@ class _Receipt:
         self._place: Place | None = None
         self._pins: list[Pin] = []
         self._transfer: Transfer | None = None
+        self._until: Until | None = None
         self._released = False
         self._sum: Sum | None = None
         self._digest = b""
@@ -153,12 +156,12 @@ class _Receipt:
         """False when it would have to wait, and nothing has happened then."""
         try:
             self._place = place = self._find()
-            if any(entry.quarantined for entry in place.entries):
+            if any(entry.quarantined or not entry.direct for entry in place.entries):
                 return False
             self._tell_started(place)
             self._receiving.put(place)
             if self._sum is not None:
-                self._digest = sums.sum_of(self._sum, self._receiving.lend(place))
+                self._digest = sums.sum_of(self._sum, self._receiving.lend(place, None))
         except (LLMException, OSError, ValueError) as error:
             self._refuse(error, unsafe=False)
         else:
@@ -189,6 +192,7 @@ class _Receipt:
     async def _take(self) -> None:
         receiving, offer = self._receiving, self._offer
         self._place = place = self._find()
+        self._until = until = Until(self._deadline)
         self._tail = b""
         if self._deadline.expired:  # in the queue: what needs no wait would not notice
             raise asyncio.TimeoutError
@@ -201,19 +205,19 @@ class _Receipt:
             self._pins.append(entry.pin(self._cut))
         self._tell_started(place)
         if offer.inline:
-            self._transfer = receiving.copy(place)
+            self._transfer = receiving.copy(place, until)
         else:
-            self._transfer = await receiving.fetch(offer, place, self._deadline)
+            self._transfer = await receiving.fetch(offer, place, until)
         if self._transfer is not None:
             await moved(self._transfer)
         if self._sum is not None:
-            await self._verify(place, self._sum)
+            await self._verify(place, self._sum, until)
 
-    async def _verify(self, place: Place, growing: Sum) -> None:
+    async def _verify(self, place: Place, growing: Sum, until: Until) -> None:
         """What has landed is summed for the sender, which compares."""
         if self._transfer is not None:
             await asyncio.wait([self._transfer.settled])
-        self._summed = self._receiving.summed(place, growing)
+        self._summed = self._receiving.summed(place, growing, until)
         self._digest = await self._summed.digest()
 
     def _find(self) -> Place:
@@ -236,6 +240,8 @@ class _Receipt:
     async def _settle(self) -> bool:
         """Stop what runs and wait until it has; True when the destination had to be quarantined instead."""
         transfer, offer = self._transfer, self._offer
+        if self._until is not None:
+            self._until.stop()
         if self._summed is not None:
             self._summed.abort()  # it keeps the memory until it has settled, and writes nothing
         if transfer is None:
@@ -271,6 +277,10 @@ class _Receipt:
     def _answer(self, status: LLMStatusCode, reason: str, *, unsafe: bool) -> None:
         result = frames.Result(self._offer.request_id, int(status), reason[: frames.REASON_LIMIT], unsafe, self._digest)
         self._receiving._lane.post(result)
+
+
+def _direct(place: Place) -> bool:
+    return all(entry.direct for entry in place.entries)
 
 
 def _explained(error: Exception) -> tuple[LLMStatusCode, str]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from kvpull_async._deadline import Deadline
 from kvpull_async.config import Settings
 from kvpull_async.linkage import Route
-from kvpull_async.memory.host import HostMemory
+from kvpull_async.memory.base import MemoryBackend
+from kvpull_async.memory.publications import Publications
 from kvpull_async.observe import Log
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.transport.base import PathKind, Transport
@@ -20,12 +21,22 @@ __all__ = ["Routes", "certificates"]
 
 
 class Routes:
-    """Best first: within a process from memory to memory; else control over TCP, with the best path both sides have."""
+    """Best first: within a process from memory to memory; else control over TCP, with the best path both sides have.
 
-    def __init__(self, settings: Settings, memory: HostMemory, log: Log, *, tls: Tls | None = None) -> None:
-        inproc = InprocTransport(log)
-        tcp = TcpTransport(log, greeting_timeout=settings.handshake_timeout_ms / 1000, certificates=tls)
-        shm = ShmPaths(memory, log, process_reads=settings.allow_process_vm_read)
+    None before `begin`: what peers may read by themselves is known once the engine has its memory.
+    """
+
+    def __init__(self, settings: Settings, log: Log, *, tls: Tls | None = None) -> None:
+        self._settings = settings
+        self._log = log
+        self._tls = tls
+        self._all: tuple[Route, ...] = ()
+
+    def begin(self, memory: MemoryBackend, publications: Publications) -> None:
+        settings, log = self._settings, self._log
+        inproc = InprocTransport(log, memory)
+        tcp = TcpTransport(log, greeting_timeout=settings.handshake_timeout_ms / 1000, certificates=self._tls)
+        shm = ShmPaths(publications, log, process_reads=settings.allow_process_vm_read)
         backend = settings.transfer_backend
         beside: list[tuple[Transport, tuple[PathKind, ...]]] = [(inproc, (inproc,)), (tcp, (shm, tcp))]
         chosen = [(transport, _allowed(kinds, backend)) for transport, kinds in beside]

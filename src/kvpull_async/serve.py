@@ -23,7 +23,7 @@ from kvpull_async.gathering import gathered
 from kvpull_async.granting import Granted
 from kvpull_async.lane import Lane
 from kvpull_async.leasing import Leasing
-from kvpull_async.memory.base import FEW_BYTES, FEW_ROWS, FEW_TENSORS, Span
+from kvpull_async.memory.base import FEW_BYTES, FEW_ROWS, FEW_TENSORS, Span, Until, no_memory
 from kvpull_async.observe import Counters, Log
 from kvpull_async.offers import Offer, PeerRecord
 from kvpull_async.protocol import frames
@@ -200,7 +200,7 @@ class Serving:
         """Answer on the spot, if that can be done without waiting: a few bytes of memory that the loop may read."""
         limit, backend = min(self._inline_limit, request.inline_limit, FEW_BYTES), self._registry.backend
         asked = request.tensors * request.size * max(request.blocks, 1)
-        if tail or asked > limit or request.tensors > FEW_TENSORS or not backend.direct:
+        if tail or asked > limit or request.tensors > FEW_TENSORS:
             return False
         if not self._may_at_once() or self._opens(request):
             return False
@@ -208,6 +208,8 @@ class Serving:
         try:
             growing = sums.asked(request.verify, where="the source") if request.verify else None
             offer = offers.find(self._registry, request, tail, peer=self._peer)
+            if not offer.entry.direct:
+                return False
             pieces = backend.slices(offer.entry.regions, offer.tensors, start=offer.start, nbytes=offer.per_tensor)
             if growing is not None:  # before the grant: then the puller need not wait for it
                 self._lane.post(frames.Digest(request.request_id, sums.sum_of(growing, [pieces])))
@@ -294,6 +296,8 @@ class Serving:
             self._task.cancel()
 
     def _refuse(self, request: frames.Request, error: Exception, log: Log) -> None:
+        if isinstance(error, OSError):
+            error = no_memory(error, "source", reading=True) or error
         status = getattr(error, "status_code", LLMStatusCode.LLM_LINK_FAILED)
         reason = str(error) or "the time for this request was over"
         if request.waits and status == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
@@ -316,11 +320,12 @@ class Serving:
         if opens or not small:
             ticket = self._path.describe(grant.grant_id, Span(offer.entry.regions, offer.plan))
         if small and ticket is None:
-            here = self._registry.backend.direct and offer.rows <= FEW_ROWS
-            lending = self._granted.lend(offer)
-            await self._lane.send(grant, await gathered(lending, offer.entry, self._workers, here=here))
+            here, until = offer.entry.direct and offer.rows <= FEW_ROWS, Until(lease_ends)
+            lending = self._granted.lend(offer, until)
+            payload = await gathered(lending, offer.entry, self._workers, here=here, until=until)
+            await self._lane.send(grant, payload)
             if growing is not None:
-                await self._granted.sum(request, offer, growing)
+                await self._granted.sum(request, offer, growing, lease_ends)
             return True
         if ticket is not None:
             open_ = offer.entry.entry_nbytes if opens and not offer.entry.blocks else 0

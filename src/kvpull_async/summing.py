@@ -9,7 +9,7 @@ from functools import partial
 from kvpull_async import sums
 from kvpull_async._workers import Job, Workers
 from kvpull_async.held import Entry, Pin
-from kvpull_async.memory.base import FEW_BYTES, FEW_ROWS, Batches
+from kvpull_async.memory.base import FEW_BYTES, FEW_ROWS, Batches, Until
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.sums import Sum
 from kvpull_async.transport.base import moved
@@ -20,7 +20,8 @@ _Steps = Generator[int, None, None]
 
 
 class Summed:
-    """`nbytes` bytes in `rows` rows of the entries' memory, `direct` if a loop may read that.
+    """`nbytes` bytes in `rows` rows of the entries' memory, `direct` if a loop may read that. The lending was made with
+    `until`.
 
     Few are summed here and now, in some 30 us with the slower sum. Others by a worker that begins at once, and the
     entries are held until no thread reads them any more; one that is taken away ends it. Whatever goes wrong, it is
@@ -29,9 +30,10 @@ class Summed:
 
     def __init__(
         self, growing: Sum, lending: Batches, entries: Sequence[Entry], workers: Workers,
-        *, nbytes: int, rows: int, direct: bool,
+        *, nbytes: int, rows: int, direct: bool, until: Until,
     ) -> None:  # fmt: skip
         self._sum = growing
+        self._until = until
         self._error: Exception | None = None
         few, steps = direct and nbytes <= FEW_BYTES and rows <= FEW_ROWS, _steps(growing, lending)
         self._job = None if few else self._begin(steps, entries, workers)
@@ -65,6 +67,7 @@ class Summed:
     def abort(self) -> None:
         """Stop after the step that runs now. Never waits."""
         if self._job is not None:
+            self._until.stop()
             self._job.abort()
 
     async def digest(self) -> bytes:

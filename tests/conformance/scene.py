@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async import CacheDesc, CacheKey, DataType, LLMClusterInfo, LLMConfig, LLMRole, LLMStatusCode, Placement
+from tests import npu
 from tests.conformance.api import PATIENCE_S, Api
 
 OLD, NEW, BOTH = "old", "new", "both"
@@ -153,9 +154,9 @@ class Scene:
 
     def memory(self, layout: Layout) -> list[int]:
         """Addresses of ordinary heap memory, one tensor each, kept until the scene ends."""
-        arrays = [np.zeros(layout.desc().size, np.uint8) for _ in range(layout.tensors)]
+        arrays = [npu.room(layout.desc().size) for _ in range(layout.tensors)]
         self._kept.append(arrays)
-        return [array.ctypes.data for array in arrays]
+        return npu.addresses(arrays)
 
     def fill(self, cache: Any) -> None:
         noise = np.random.default_rng(len(self._images))
@@ -174,9 +175,7 @@ class Scene:
 
     @staticmethod
     def _views(cache: Any) -> list[NDArray[np.uint8]]:
-        desc = cache.cache_desc
-        tensors = [cache._manager.get_cache_tensors(cache, number)[0].view() for number in range(desc.num_tensors)]
-        return [tensor.reshape(-1).view(np.uint8).reshape(desc.entries, -1) for tensor in tensors]
+        return [tensor.reshape(cache.cache_desc.entries, -1) for tensor in npu.tensors(cache)]
 
     # -- the call that most rows are about --------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvpull_async import (
+    CacheDesc,
+    DataType,
     LLMRole,
     LLMStatusCode,
     MemInfo,
@@ -49,10 +51,26 @@ async def memory_is_not_mapped_again(f: Scene) -> None:
 @rule(NEW, differs="not-in-this-version", **NOTHING)
 async def options_that_come_later(f: Scene) -> None:
     node = f.api.package.LLMDataDist(LLMRole.MIX, 1)
-    later = [{"llm.TransferBackend": name} for name in ("nixl", "mooncake")] + [{"kvpull.DeviceBackend": "acl"}]
-    for options in later:
+    for name in ("nixl", "mooncake"):
+        options = {"llm.TransferBackend": name}
         error = await failure(lambda options=options: f.api.do(node.init, options))  # type: ignore[misc]
         assert is_error(error, LATER), (options, error)
+
+
+@rule(NEW, differs="an-npu-if-there-is-one", **NOTHING)
+async def host_memory_serves_unless_an_npu_is_insisted_on(f: Scene) -> None:
+    """Several devices are never served, wherever this runs."""
+    several = {"ge.exec.deviceId": "0;1"}
+    node = f.api.package.LLMDataDist(LLMRole.MIX, 1)
+    error = await failure(lambda: f.api.do(node.init, {**several, "kvpull.DeviceBackend": "acl"}))
+    assert is_error(error, LATER), error
+    for backend in ("auto", "host"):
+        await f.api.do(node.init, {**several, "kvpull.DeviceBackend": backend})
+        try:
+            cache = await f.api.do(node.cache_manager.allocate_cache, CacheDesc(1, [1, 64], DataType.DT_UINT8))
+            node.cache_manager.get_cache_tensors(cache)[0].numpy()[:] = 7
+        finally:
+            await f.api.do(node.finalize)
 
 
 # -- running them ------------------------------------------------------------------------------------------------------

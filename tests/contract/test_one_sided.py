@@ -9,7 +9,7 @@ import pytest
 
 from kvpull_async import CacheKey, plan
 from kvpull_async._workers import Job
-from kvpull_async.memory.base import Batches, Span
+from kvpull_async.memory.base import Batches, MemoryBackend, Span
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.observe import Log
 from kvpull_async.transport.base import DataPath, PathSeed, Segments, Transport
@@ -23,25 +23,25 @@ class ReadingPath(InprocPath):
     name = "inproc"
 
     def __init__(self, seed: PathSeed) -> None:
-        super().__init__(seed)
-        self._memory = HostMemory()
-        self._expected: dict[bytes, tuple[bytes, Callable[[], Segments], Span]] = {}
+        super().__init__(seed, None)
+        self._host = HostMemory()
+        self._tickets: dict[bytes, tuple[bytes, Callable[[], Segments], Span]] = {}
 
     def describe(self, grant_id: bytes, span: Span) -> bytes:
         return msgspec.msgpack.encode([(region.address, region.nbytes) for region in span.regions])
 
     def expect(self, grant_id: bytes, ticket: bytes | None, reading: Callable[[], Segments], span: Span) -> None:
         assert ticket is not None
-        self._expected[grant_id] = ticket, reading, span
+        self._tickets[grant_id] = ticket, reading, span
 
     def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> Job:
         landing.close()
-        return Job(self._workers, self._read(*self._expected.pop(grant_id)))
+        return Job(self._workers, self._read(*self._tickets.pop(grant_id)))
 
     def _read(self, ticket: bytes, reading: Callable[[], Segments], span: Span) -> Generator[int, None, None]:
         regions = msgspec.msgpack.decode(ticket)
-        source = [self._memory.adopt([a], tensor_nbytes=n, placement=span.regions[0].placement)[0] for a, n in regions]
-        theirs, ours = self._memory.views(source), self._memory.views(span.regions)
+        source = [self._host.adopt([a], tensor_nbytes=n, placement=span.regions[0].placement)[0] for a, n in regions]
+        theirs, ours = self._host.views(source), self._host.views(span.regions)
         for src, at, dst, to, n in plan.pair(reading(), span.rows()).tolist():
             ours[dst][to : to + n] = theirs[src][at : at + n]
             yield n
@@ -53,7 +53,7 @@ class ReadingTransport(InprocTransport):
 
 
 async def test_an_engine_that_copies_by_itself_needs_no_more_than_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    def transport(log: Log) -> Transport:
+    def transport(log: Log, _: MemoryBackend) -> Transport:
         return ReadingTransport(log)
 
     monkeypatch.setattr("kvpull_async.routes.InprocTransport", transport)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from kvpull_async.memory.host import HostMemory
 from kvpull_async.observe import Log
 from kvpull_async.testing.contracts import DataPathContract
 from kvpull_async.testing.contracts.path import Ends
-from kvpull_async.testing.faults import Gate
+from kvpull_async.testing.faults import Gate, WrappedMemory
 from kvpull_async.transport.base import PathKind, Transport
 from kvpull_async.transport.shm import remote
 from kvpull_async.transport.shm.kind import ShmPaths
@@ -34,20 +35,27 @@ class Heap(HostMemory):
         return Allocation(regions, tensors * tensor_nbytes, placement)
 
 
-class Staged(HostMemory):
-    """As the memory of a device: filled piece by piece."""
+class IntoStaged(WrappedMemory):
+    """The first cache is where the host reaches it; the others are filled piece by piece, as a device's memory is."""
 
-    direct = False
+    def __init__(self, inner: MemoryBackend) -> None:
+        super().__init__(inner, kind="half staged")
+        self._first = True
+
+    def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
+        made = super().allocate(tensors=tensors, tensor_nbytes=tensor_nbytes, placement=placement)
+        first, self._first = self._first, False
+        return made if first else replace(made, regions=tuple(replace(region, device=0) for region in made.regions))
 
 
 class Shm(DataPathContract):
     """What the ways have in common: every copy can be held at a gate, in the thread that makes it."""
 
     process_reads: str = "off"
-    own: type[HostMemory] = HostMemory
-    """The memory of each side's engine; it decides how a destination is filled."""
     tensors: type[HostMemory] = HostMemory
     """Where source and destination lie."""
+    staged: bool = False
+    """Whether the destination hands out pieces, as a device's memory does."""
     extension: bool = True
 
     @pytest.fixture(autouse=True)
@@ -84,11 +92,11 @@ class Shm(DataPathContract):
         return TcpTransport(Log(), greeting_timeout=5)
 
     def make_kind(self, transport: Transport) -> PathKind:
-        self.kinds.append(ShmPaths(self.own(), Log(), process_reads=self.process_reads))
+        self.kinds.append(ShmPaths(HostMemory().publications, Log(), process_reads=self.process_reads))
         return self.kinds[-1]
 
     def make_memory(self) -> MemoryBackend:
-        return self.tensors()
+        return IntoStaged(self.tensors()) if self.staged else self.tensors()
 
     def writing_gate(self, ends: Ends) -> Gate:
         return self.gate if self.fills_itself else super().writing_gate(ends)
@@ -100,7 +108,7 @@ class Shm(DataPathContract):
 
     def withdraw(self, ends: Ends) -> None:
         for kind in self.kinds:
-            kind._memory.publications.withdraw(ends.reading, lambda: None)
+            kind._publications.withdraw(ends.reading, lambda: None)
 
 
 class TestMapped(Shm):
@@ -114,10 +122,7 @@ class TestMappedWithoutTheExtension(TestMapped):
 
 
 class TestMappedIntoStagedMemory(Shm):
-    """The destination hands out pieces, as a device's memory does."""
-
-    reads_itself = True
-    own = Staged
+    reads_itself = staged = True
 
 
 class TestReadFromTheProcess(Shm):
@@ -134,7 +139,7 @@ class TestReadFromTheProcessWithoutTheExtension(TestReadFromTheProcess):
 
 class TestReadFromTheProcessIntoStagedMemory(TestReadFromTheProcess):
     fills_itself = False
-    own = Staged
+    staged = True
 
 
 class TestStreamed(Shm):
@@ -150,5 +155,5 @@ class TestStreamedBeyondTheLimit(Shm):
 
     def make_kind(self, transport: Transport) -> PathKind:
         super().make_kind(transport)
-        self.kinds[-1]._memory.publications._free.clear()
+        self.kinds[-1]._publications._free.clear()
         return self.kinds[-1]

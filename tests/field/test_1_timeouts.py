@@ -94,18 +94,18 @@ async def test_1_1_a_pull_that_began_in_time_ends_whole_though_the_time_is_over(
 # --- 1.2 ---
 
 
-def breaks_at_submit(work: Any, *_: Any) -> Any:
+def breaks_at_submit(work: Any, *_: Any, **options: Any) -> Any:
     raise RuntimeError(NATIVE)
 
 
-def breaks_in_the_middle(work: Any, *args: Any) -> Any:
-    with contextlib.closing(work(*args)) as batches:
+def breaks_in_the_middle(work: Any, *args: Any, **options: Any) -> Any:
+    with contextlib.closing(work(*args, **options)) as batches:
         yield from itertools.islice(batches, 1)
         raise RuntimeError(NATIVE)
 
 
-def breaks_at_completion(work: Any, *args: Any) -> Any:
-    yield from work(*args)
+def breaks_at_completion(work: Any, *args: Any, **options: Any) -> Any:
+    yield from work(*args, **options)
     raise RuntimeError(NATIVE)
 
 

@@ -199,8 +199,6 @@ async def test_6_8_everything_dropped_in_the_middle_of_a_transfer_crashes_nothin
     async with nodes(AWAITED, path) as n:
         await n.publish(duo.BIG)
         gate = copies if path == "shm" else memories[1].landing_gate
-        if path == "shm":
-            memories[1].direct = True
         gate.close()
         manager = n.decoder.kv_cache_manager
         cache = await manager.allocate_cache(duo.BIG)
@@ -256,8 +254,6 @@ async def test_6_12_memory_taken_back_during_a_pull_is_read_no_more_when_that_re
         made = await api.do(n.prompt.cache_manager.register_cache, desc, addresses(source), [key])
         cache = await n.destination(desc)
         gate = copies if path == "shm" else memories[0].lending_gate
-        if path == "shm":
-            memories[1].direct = True
         gate.close()
         running = api.start(lambda: api.do(n.decoder.kv_cache_manager.pull_cache, key, cache, timeout=5000))
         await api.until(lambda: gate.held > 0)

@@ -129,9 +129,9 @@ async def test_8_4_blocks_that_follow_each_other_are_moved_as_one(path: str, mon
     rows: list[int] = []
     landing, copy = HostMemory.landing, Mapped.copy
 
-    def landed(memory: HostMemory, regions: Any, segments: Any) -> Any:
+    def landed(memory: HostMemory, regions: Any, segments: Any, **options: Any) -> Any:
         rows.append(len(segments))
-        return landing(memory, regions, segments)
+        return landing(memory, regions, segments, **options)
 
     def copied(cache: Mapped, destinations: Any, *rest: Any) -> int:
         rows.append(len(destinations))

@@ -159,3 +159,23 @@ async def test_a_refusal_that_nobody_takes_any_more_is_no_mistake(answers: Answe
     finally:
         loop.set_exception_handler(before)
     assert said == []
+
+
+async def test_a_refusal_after_the_grant_finds_whoever_waits_for_it(answers: Answers) -> None:
+    first, second = answers.refusal_of(1), answers.refusal_of(2)
+    answers.of_request(1)
+    answers.deliver(grant(1), b"")
+    assert not first.done()
+    for reason in ("the memory has failed", "and again"):
+        answers.deliver(frames.Refuse(1, int(LLMStatusCode.LLM_DEVICE_MEM_ERROR), reason), b"")
+    assert str(await first) == "the memory has failed"
+    assert (await first).status_code is LLMStatusCode.LLM_DEVICE_MEM_ERROR
+    answers.fail(LLMException("lost", status_code=LINK_FAILED))
+    assert (await second).status_code is LINK_FAILED
+
+
+async def test_a_refusal_that_nobody_waits_for_any_more_is_kept_nowhere(answers: Answers) -> None:
+    answers.refusal_of(1).cancel()
+    await asyncio.sleep(0)
+    answers.deliver(frames.Refuse(1, int(LLMStatusCode.LLM_DEVICE_MEM_ERROR), "late"), b"")
+    assert not answers._refusals

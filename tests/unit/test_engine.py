@@ -1,11 +1,10 @@
-"""The engine from `init` to `finalize`: threads, listeners, bounded ends, and the two ways across."""
+"""The engine from `init` to `finalize`: threads, bounded ends, and the two ways across."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import gc
-import socket
 import threading
 import time
 import weakref
@@ -20,9 +19,8 @@ from kvpull_async._deadline import Deadline
 from kvpull_async.config import Settings
 from kvpull_async.crossing import awaited, blocked
 from kvpull_async.engine import Engine, end, end_awaited, live_engines
-from kvpull_async.listening import listen
 from kvpull_async.managers.manager import Operation
-from kvpull_async.transport.base import Listener
+from kvpull_async.memory.choosing import Unopened
 from kvpull_async.transport.tcp import TcpTransport
 from tests.duo import DECODER, PROMPT, SMALL, cluster, duo, engine_of, frozen, holds, node, options
 from tests.loop_nodes import event_log, eventually
@@ -81,86 +79,6 @@ async def test_both_ways_across_return_and_raise_the_same() -> None:
 def _block(make: Any) -> None:
     engine = live_engines()[0]
     blocked(engine, Operation("failing", make))
-
-
-# -- listening ---------------------------------------------------------------------------------------------------------
-
-
-async def test_any_free_port_is_found_and_told() -> None:
-    async with node(LLMRole.PROMPT, PROMPT, listen=True) as prompt:
-        address = prompt.listen_address
-        assert address is not None
-        assert address[0] == "127.0.0.1"
-        assert address[1] > 0
-        with socket.create_connection(address, timeout=BOUND):
-            pass  # somebody listens there
-
-
-async def test_without_an_address_nobody_listens() -> None:
-    async with node(LLMRole.DECODER, DECODER) as decoder:
-        assert decoder.listen_address is None
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp", "inproc"])
-async def test_an_address_that_is_taken_fails_init_and_leaves_nothing(transport: str) -> None:
-    async with node(LLMRole.PROMPT, PROMPT, listen=True, transport=transport) as first:
-        assert first.listen_address is not None
-        second = LLMDataDist(LLMRole.PROMPT, 3)
-        wanted = options(transport=transport, listen_ip_info="{}:{}".format(*first.listen_address))
-        with pytest.raises(LLMException, match="cannot listen on") as caught:
-            await second.init(wanted)
-        assert caught.value.status_code == LLMStatusCode.LLM_FAILED
-        assert len(live_engines()) == 1
-    await second.init(wanted)  # the address is free now, and `init` may be repeated
-    await second.finalize()
-
-
-async def test_a_listener_that_is_opened_while_the_engine_ends_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, opened, go_on = Engine(settings(), dropped=None), threading.Event(), threading.Event()
-    addresses: list[tuple[str, int]] = []
-
-    async def slow(*arguments: Any) -> list[Listener]:
-        listeners = await listen(*arguments)
-        addresses.append(listeners[-1].address)
-        opened.set()
-        await eventually(go_on.is_set)
-        return listeners
-
-    monkeypatch.setattr(engine_module, "listen", slow)
-    listening = asyncio.create_task(awaited(engine, Operation("listen", lambda: engine.listen(("127.0.0.1", 0)))))
-    await eventually(opened.is_set)
-    await awaited(engine, Operation("close", engine.close))
-    go_on.set()
-    with pytest.raises(LLMException, match="finalized") as caught:
-        await listening
-    assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
-    assert engine.listen_address is None
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(addresses[0], timeout=BOUND)
-    await end_awaited(engine)
-
-
-async def test_listeners_that_were_closed_meanwhile_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, opened, go_on = Engine(settings(), dropped=None), threading.Event(), threading.Event()
-    try:
-        await awaited(engine, Operation("listen", lambda: engine.listen(("127.0.0.1", 0))))
-        old = engine.listen_address
-
-        async def slow(*arguments: Any) -> list[Listener]:
-            opened.set()
-            await eventually(go_on.is_set)
-            return await listen(*arguments)
-
-        monkeypatch.setattr(engine_module, "listen", slow)
-        listening = asyncio.create_task(awaited(engine, Operation("listen", lambda: engine.listen(("127.0.0.1", 0)))))
-        await eventually(opened.is_set)
-        await awaited(engine, Operation("stop", engine.stop_listening))
-        go_on.set()
-        await listening
-        assert {listener.address for listener in engine._listeners} == {engine.listen_address} != {old}
-    finally:
-        await awaited(engine, Operation("close", engine.close))
-        await end_awaited(engine)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
@@ -257,6 +175,35 @@ async def test_memory_that_is_still_written_is_left_and_named() -> None:
         assert log.named("region.leaked", cache_id=cache.cache_id)
     assert entry in engine_module._leaked
     engine_module._leaked.remove(entry)
+
+
+class SlowMemory(Unopened):
+    """A device that takes its time to give its memory back."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def close(self) -> None:
+        assert self.go_on.wait(BOUND)
+
+
+@pytest.mark.parametrize("awaitable", [True, False])
+async def test_p8_memory_that_does_not_close_is_left_and_named(*, awaitable: bool) -> None:
+    engine, memory = Engine(settings(close_timeout_ms=100), dropped=None), SlowMemory()
+    with event_log() as log:
+        await awaited(engine, Operation("init", engine.open))
+        engine.memory.close()
+        engine.memory = memory
+        began = time.monotonic()
+        if awaitable:
+            await end_awaited(engine)
+        else:
+            await asyncio.to_thread(end, engine)
+        assert time.monotonic() - began < BOUND / 2
+    told = [(event["workers"], event["core"], event["memory"]) for event in log.named("engine.stuck")]
+    assert told == [(0, False, True)]
+    memory.go_on.set()
+    assert engine.memory_closed(BOUND)
 
 
 async def test_an_interrupted_finalize_still_ends_the_threads() -> None:

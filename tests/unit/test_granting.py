@@ -13,13 +13,14 @@ import msgspec
 import pytest
 import xxhash
 
-from kvpull_async import LLMStatusCode, sums
-from kvpull_async.memory.base import Batches, MemoryBackend
+from kvpull_async import LLMException, LLMStatusCode, sums
+from kvpull_async.memory.base import Batches, MemoryBackend, Until
 from kvpull_async.protocol import frames
 from kvpull_async.testing.faults import GatedMemory
 from tests.loop_nodes import eventually
 from tests.serving import STRIDE, TENSORS, FakeTransfer, Scene
 
+BROKEN = LLMStatusCode.LLM_DEVICE_MEM_ERROR
 EXPECTED = xxhash.xxh3_64(bytes(range(STRIDE)) * TENSORS).digest()
 
 
@@ -84,7 +85,7 @@ class Held:
     def __init__(self, scene: Scene) -> None:
         inner: MemoryBackend = scene.registry.backend
         self.gated = GatedMemory(inner, after=0)
-        scene.registry.backend = self.gated
+        scene.registry.backend, scene.entry.direct = self.gated, False
         self.gate = self.gated.lending_gate
 
 
@@ -141,11 +142,11 @@ def unreadable_later(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, readings = scene.registry.backend, []
     lending = backend.lending
 
-    def failing(regions: Any, segments: Any) -> Batches:
+    def failing(regions: Any, segments: Any, **options: Any) -> Batches:
         readings.append(regions)
         if len(readings) > 1:
             raise OSError(errno.EFAULT, "Bad address")
-        return lending(regions, segments)
+        return lending(regions, segments, **options)
 
     monkeypatch.setattr(backend, "lending", failing)
 
@@ -186,11 +187,52 @@ async def test_p3_without_a_thread_the_sum_is_told_as_none(one_sided: bool, monk
         raise RuntimeError("can't start new thread")
 
     scene = Scene(one_sided=one_sided)
-    scene.registry.backend = GatedMemory(scene.registry.backend)  # not for a loop to read
+    scene.entry.direct = False  # not for a loop to read
     monkeypatch.setattr(threading.Thread, "start", refuse)
     scene.ask(7, verify="crc32")
     await streamed(scene)
     await check_told_as_none(scene)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (LLMException("the device is gone", status_code=BROKEN), BROKEN),
+        (OSError(errno.EFAULT, "Bad address"), LLMStatusCode.LLM_PARAM_INVALID),
+        (ConnectionResetError("reset"), LLMStatusCode.LLM_LINK_FAILED),
+    ],
+)
+async def test_p2_a_source_that_cannot_go_on_behind_its_grant_says_why(error: Exception, status: LLMStatusCode) -> None:
+    scene = Scene()
+    scene.ask(7)
+    await scene.granted()
+    scene.path.transfers[0].finish(error)
+    (refusal,) = await scene.heard(frames.Refuse)
+    assert (refusal.request_id, refusal.status) == (7, status)
+    await eventually(lambda: not scene.entry.busy)
+
+
+@pytest.mark.parametrize("by", ["the end of the cache", "the puller", "the end of the lease"])
+async def test_p7_memory_is_waited_for_no_longer_than_its_lease(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, untils = Scene(one_sided=True, lease_margin=0.2 if by == "the end of the lease" else 60.0), []
+    lending = scene.registry.backend.lending
+
+    def lent(*args: Any, until: Until, **options: Any) -> Batches:
+        untils.append(until)
+        return lending(*args, until=until, **options)
+
+    monkeypatch.setattr(scene.registry.backend, "lending", lent)
+    scene.ask(7, remaining_ms=50 if by == "the end of the lease" else 60_000)
+    await scene.granted()
+    (until,) = untils
+    assert not until.stopped
+    assert 0 < until.deadline.remaining <= 120
+    if by == "the end of the cache":
+        scene.entry.cut_pins()
+    elif by == "the puller":
+        scene.serving.receive(frames.Cancel(7), b"")
+    await eventually(lambda: until.stopped)
+    await eventually(lambda: not scene.entry.busy)
 
 
 async def test_one_request_is_summed_after_the_other() -> None:

@@ -7,6 +7,7 @@ import gc
 import mmap
 import threading
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvpull_async._deadline import Deadline
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.registry import Entry, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.testing.faults import GatedMemory
 from kvpull_async.values import CacheDesc, DataType, Placement
 from tests.loop_nodes import eventually
 
@@ -200,3 +202,12 @@ async def test_it_does_not_go_before_it_is_out_of_use() -> None:
     await asyncio.sleep(0)
     gc.collect()
     assert gone() is None
+
+
+def test_a_loop_may_touch_only_what_the_host_reaches() -> None:
+    held = Held()
+    assert held.entry.direct
+    there = tuple(replace(region, device=0) for region in held.entry.regions)
+    assert not held.registry.add(DESC, there, blocks=False).direct
+    staged = Registry(GatedMemory(HostMemory()))
+    assert not staged.add(DESC, held.entry.regions, blocks=False).direct

@@ -70,9 +70,10 @@ async def test_the_request_carries_its_table_and_the_time_that_is_left(bench: Be
 
 async def test_memory_that_a_loop_cannot_touch_is_filled_by_a_worker() -> None:
     bench = Bench(inline_limit=INLINE)
-    bench.link.direct_memory = False
+    bench.entry.direct = False
     await bench.pull().run()
     assert bench.landed()
+    assert bench.link.workers._threads
     await bench.link.close()
 
 

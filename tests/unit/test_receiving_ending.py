@@ -298,3 +298,13 @@ async def test_a_failure_of_ours_ends_the_lane_and_writes_nothing() -> None:
         await events.first("serve.bug", text="TypeError")
     assert not scene.entry.busy
     assert untouched(scene)
+
+
+async def test_memory_that_a_loop_cannot_touch_is_never_written_on_the_spot() -> None:
+    scene = Scene()
+    scene.entry.direct = False
+    scene.offer(1, BYTES)
+    assert not scene.of(frames.Result)
+    assert (await scene.result(1)).status == OK
+    assert scene.workers._threads
+    scene.workers.close(5.0)

@@ -144,7 +144,7 @@ def test_a_miss_names_the_nearest_keys(registry: Registry) -> None:
 
 def test_the_descriptor_is_the_registrys_own(registry: Registry) -> None:
     desc = CacheDesc(1, [2, 8], DataType.DT_INT8)
-    entry = registry.add(desc, (), blocks=False)
+    entry = registry.add(desc, (Region(64, 16, Placement.DEVICE),), blocks=False)
     desc.update_dim(1, 4096)
     assert entry.desc.shape == [2, 8]
     assert entry.entry_nbytes == 8

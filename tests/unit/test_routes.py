@@ -10,13 +10,16 @@ from kvpull_async import LLMRole
 from kvpull_async._deadline import Deadline
 from kvpull_async.config import Settings
 from kvpull_async.memory.host import HostMemory
+from kvpull_async.memory.publications import Publications
 from kvpull_async.observe import Log
 from kvpull_async.routes import Routes
 from tests.unit.kinds import ScriptedKind
 
 
 def routes(backend: str, **settings: Any) -> Routes:
-    return Routes(Settings(LLMRole.DECODER, 1, transfer_backend=backend, **settings), HostMemory(), Log())
+    made = Routes(Settings(LLMRole.DECODER, 1, transfer_backend=backend, **settings), Log())
+    made.begin(HostMemory(), Publications())
+    return made
 
 
 def names(made: Routes) -> list[tuple[str, tuple[str, ...]]]:
@@ -25,6 +28,15 @@ def names(made: Routes) -> list[tuple[str, tuple[str, ...]]]:
 
 async def test_memory_to_memory_comes_first_and_tcp_is_the_last_resort() -> None:
     assert names(routes("auto")) == [("inproc", ("inproc",)), ("tcp", ("shm", "tcp"))]
+
+
+async def test_there_is_no_way_before_it_is_known_what_peers_may_read() -> None:
+    made = Routes(Settings(LLMRole.DECODER, 1), Log())
+    assert names(made) == []
+    await made.aclose(Deadline.after_ms(1000))
+    made.close_after_fork()
+    made.begin(HostMemory(), Publications())
+    assert names(made) == names(routes("auto"))
 
 
 async def test_the_originals_name_means_whatever_works_best() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from kvpull_async import sums
 from kvpull_async._workers import Workers
-from kvpull_async.memory.base import PIECE_BYTES, Batches
+from kvpull_async.memory.base import PIECE_BYTES, Batches, Until
 from kvpull_async.registry import Entry, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.summing import Summed
@@ -43,8 +43,10 @@ class Scene:
         """Of the whole cache, unless `lending` is something else; `few` as if that were few bytes in direct memory."""
         if lending is None:
             lending = self.memory.lending(self.entry.regions, np.array([[0, 0, NBYTES]]))
+        self.until = Until()
         size = {"nbytes": 1, "rows": 1, "direct": True} if few else {"nbytes": NBYTES, "rows": 1, "direct": False}
-        return Summed(sums.begin(name, where="here"), lending, [self.entry], self.workers, **size)  # type: ignore[arg-type]
+        growing = sums.begin(name, where="here")
+        return Summed(growing, lending, [self.entry], self.workers, until=self.until, **size)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -72,7 +74,9 @@ async def test_p1_an_abort_stops_it_between_two_batches_and_the_memory_is_held_u
     scene.gate.close()
     summing = scene.sum()
     await scene.gate.reached()
+    assert not scene.until.stopped
     summing.abort()
+    assert scene.until.stopped, "memory that has to wait would not hear of it"
     await asyncio.sleep(0.01)
     assert not summing.settled
     assert scene.entry.busy
@@ -155,7 +159,9 @@ async def test_only_a_few_bytes_in_a_few_rows_of_ordinary_memory_are_summed_on_a
         yield [memoryview(b"some")]
 
     growing = sums.begin("crc32", where="here")
-    summing = Summed(growing, lending(), [scene.entry], scene.workers, nbytes=nbytes, rows=rows, direct=direct)
+    summing = Summed(
+        growing, lending(), [scene.entry], scene.workers, nbytes=nbytes, rows=rows, direct=direct, until=Until()
+    )
     assert summing.settled >= at_once
     assert await summing.digest() == sums.sum_of(sums.begin("crc32", where="here"), [[memoryview(b"some")]])
     assert (readers == [threading.current_thread()]) == at_once

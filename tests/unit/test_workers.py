@@ -1,44 +1,15 @@
-"""The worker threads, and jobs made of bounded steps with a cancel flag between them."""
+"""The worker threads: who runs what, who hangs, and how they end."""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import threading
-import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
-from kvpull_async._workers import Job, Workers, report_to, resolve
-
-BOUND = 10.0
-variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
-
-
-@contextmanager
-def workers(threads: int = 1) -> Iterator[Workers]:
-    executor = Workers(threads, name="test-worker")
-    try:
-        yield executor
-    finally:
-        assert executor.close(BOUND) == 0
-
-
-class Gate:
-    """A step that blocks its worker until it is opened, and says that it has begun."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Event()
-        self.opened = threading.Event()
-
-    def __call__(self) -> int:
-        self.entered.set()
-        assert self.opened.wait(BOUND)
-        return 1
-
+from kvpull_async._workers import Workers, report_to, resolve
+from tests.unit.working import BOUND, Gate, variable, workers
 
 # -- the executor ------------------------------------------------------------------------------------------------------
 
@@ -186,11 +157,95 @@ def test_closing_is_bounded_and_counts_who_is_still_busy() -> None:
     assert executor.close(BOUND) == 0
 
 
-def test_each_thread_is_initialised_before_its_first_work() -> None:
-    local = threading.local()
-    executor = Workers(1, initializer=lambda: setattr(local, "ready", True))
-    assert executor.submit(lambda: local.ready).result(BOUND)
+def test_each_thread_ends_with_the_finalizer_in_itself() -> None:
+    ended: list[str] = []
+    executor = Workers(2, name="test-worker", finalizer=lambda: ended.append(threading.current_thread().name))
+    gates = [Gate() for _ in range(2)]
+    futures = [executor.submit(gate) for gate in gates]
+    assert all(gate.entered.wait(BOUND) for gate in gates)
+    names = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("test-worker"))
+    assert ended == []
+    for gate in gates:
+        gate.opened.set()
+    assert [future.result(BOUND) for future in futures] == [1, 1]
     assert executor.close(BOUND) == 0
+    assert sorted(ended) == names
+
+
+# -- threads that hang -------------------------------------------------------------------------------------------------
+
+
+def test_another_thread_takes_the_place_of_one_that_hangs_also_for_what_waits_already() -> None:
+    with workers(1) as executor:
+        gate = Gate()
+        hanging, waiting = executor.submit(gate), executor.submit(lambda: 2)
+        assert gate.entered.wait(BOUND)
+        executor.stand_in(begins=True)
+        assert waiting.result(BOUND) == 2
+        assert executor.submit(lambda: 3).result(BOUND) == 3
+        gate.opened.set()
+        assert hanging.result(BOUND) == 1
+        executor.stand_in(begins=False)
+
+
+def test_a_stand_in_is_started_only_when_there_is_work_for_it() -> None:
+    with workers(1) as executor:
+        gate = Gate()
+        hanging = executor.submit(gate)
+        assert gate.entered.wait(BOUND)
+        executor.stand_in(begins=True)
+        assert "threads=1/2" in repr(executor)
+        gate.opened.set()
+        assert hanging.result(BOUND) == 1
+        executor.stand_in(begins=False)
+        assert "threads=1/1" in repr(executor)
+
+
+def test_once_nobody_hangs_no_more_threads_are_started_than_before() -> None:
+    with workers(1) as executor:
+        executor.stand_in(begins=True)
+        executor.stand_in(begins=False)
+        gates = [Gate(), Gate()]
+        futures = [executor.submit(gate) for gate in gates]
+        assert gates[0].entered.wait(BOUND)
+        assert not gates[1].entered.wait(0.05)
+        for gate in gates:
+            gate.opened.set()
+        assert [future.result(BOUND) for future in futures] == [1, 1]
+
+
+def test_stand_ins_are_few_however_many_hang_and_all_of_them_are_taken_back() -> None:
+    with workers(2) as executor:
+        for _ in range(20):
+            executor.stand_in(begins=True)
+        assert executor.limit == 10
+        for _ in range(13):
+            executor.stand_in(begins=False)
+        assert executor.limit == 9
+        for _ in range(7):
+            executor.stand_in(begins=False)
+        assert executor.limit == 2
+
+
+def test_closing_joins_the_stand_ins_and_none_comes_after_it() -> None:
+    before = threading.active_count()
+    executor = Workers(1)
+    gate = Gate()
+    hanging, waiting = executor.submit(gate), executor.submit(lambda: 2)
+    assert gate.entered.wait(BOUND)
+    executor.stand_in(begins=True)
+    assert waiting.result(BOUND) == 2
+    late = executor.submit(Gate().opened.is_set)
+    assert executor.close(0.01) <= 2
+    executor.stand_in(begins=True)
+    gate.opened.set()
+    assert hanging.result(BOUND) == 1
+    assert late.result(BOUND) is False
+    assert executor.close(BOUND) == 0
+    assert threading.active_count() == before
+
+
+# -- reporting ---------------------------------------------------------------------------------------------------------
 
 
 def test_reporting_to_a_closed_loop_is_answered_and_harmless() -> None:
@@ -207,146 +262,3 @@ async def test_a_wait_is_ended_once_and_what_has_ended_or_is_not_there_stays_as_
         resolve(future)
     assert waiting.result() is None
     assert given_up.cancelled()
-
-
-# -- jobs --------------------------------------------------------------------------------------------------------------
-
-
-class Steps:
-    """Steps that wait for a gate before the second one, and remember whether they were closed."""
-
-    def __init__(self) -> None:
-        self.gate = Gate()
-        self.closed = threading.Event()
-
-    def run(self) -> Iterator[int]:
-        try:
-            yield 10
-            self.gate()
-            yield 20
-            yield 30
-        finally:
-            self.closed.set()
-
-
-async def test_a_job_adds_up_its_steps() -> None:
-    with workers() as executor:
-        job = Job(executor, iter([1, 2, 3]))
-        assert await job.done == 6
-        assert job.settled.done()
-
-
-async def test_an_aborted_job_ends_after_its_current_step() -> None:
-    with workers() as executor:
-        steps = Steps()
-        job = Job(executor, steps.run())
-        await asyncio.to_thread(steps.gate.entered.wait, BOUND)
-        assert job.abort()
-        assert not job.settled.done()
-        steps.gate.opened.set()
-        await asyncio.wait_for(job.settled, BOUND)
-        assert job.done.cancelled()
-        assert steps.closed.is_set()
-
-
-async def test_a_job_aborted_before_it_began_runs_nothing() -> None:
-    with workers() as executor:
-        gate = Gate()
-        busy = executor.submit(gate)
-        ran: list[int] = []
-        job = Job(executor, (ran.append(i) or i for i in range(3)))
-        job.abort()
-        gate.opened.set()
-        await asyncio.wait_for(job.settled, BOUND)
-        assert ran == []
-        assert job.done.cancelled()
-        assert busy.result(BOUND) == 1
-
-
-async def test_a_failing_step_fails_the_job() -> None:
-    def steps() -> Iterator[int]:
-        yield 1
-        raise OSError("the step failed")
-
-    with workers() as executor:
-        job = Job(executor, steps())
-        with pytest.raises(OSError, match="the step failed"):
-            await job.done
-        assert job.settled.done()
-
-
-@pytest.mark.parametrize("aborted", [False, True])
-async def test_a_job_settles_also_when_closing_its_steps_fails(*, aborted: bool) -> None:
-    steps = Steps()
-
-    def failing() -> Iterator[int]:
-        try:
-            yield from steps.run()
-        finally:
-            raise OSError("closing failed")
-
-    with workers() as executor:
-        job = Job(executor, failing())
-        await asyncio.to_thread(steps.gate.entered.wait, BOUND)
-        if aborted:
-            job.abort()
-        steps.gate.opened.set()
-        await asyncio.wait_for(job.settled, BOUND)
-        assert isinstance(job.done.exception(), OSError)
-
-
-async def test_nobody_needs_to_ask_for_an_aborted_jobs_error() -> None:
-    def steps() -> Iterator[int]:
-        raise OSError("never asked for")
-        yield 1
-
-    with workers() as executor:
-        await Job(executor, steps()).settled  # the loop's exception handler would fail the test
-
-
-def test_a_job_whose_loop_has_closed_ends_quietly() -> None:
-    async def start(executor: Workers) -> Steps:
-        steps = Steps()
-        Job(executor, steps.run())
-        await asyncio.to_thread(steps.gate.entered.wait, BOUND)
-        return steps
-
-    with workers() as executor:
-        steps = asyncio.run(start(executor))
-        steps.gate.opened.set()
-        assert steps.closed.wait(BOUND)
-
-
-async def test_p5_long_jobs_take_turns_with_those_that_wait() -> None:
-    pool, order = Workers(1), []
-
-    def steps(name: str, count: int) -> Iterator[int]:
-        for _ in range(count):
-            time.sleep(0.001)
-            yield 1
-        order.append(name)
-
-    long = Job(pool, steps("long", 400))
-    short = [Job(pool, steps(f"short {i}", 2)) for i in range(3)]
-    assert await asyncio.wait_for(asyncio.gather(*(job.done for job in short)), 20) == [2, 2, 2]
-    assert not long.done.done(), "who came first held the thread to the end"
-    assert await asyncio.wait_for(long.done, 20) == 400
-    assert order[-1] == "long"
-    assert pool.close(5.0) == 0
-
-
-async def test_a_job_that_stepped_back_can_be_stopped_and_settles() -> None:
-    pool, gate = Workers(1), threading.Event()
-
-    def steps() -> Iterator[int]:
-        while True:
-            gate.wait(0.001)
-            yield 1
-
-    jobs = [Job(pool, steps()) for _ in range(3)]
-    await asyncio.sleep(0.02)
-    for job in jobs:
-        assert job.abort()
-    await asyncio.wait_for(asyncio.gather(*(job.settled for job in jobs)), 20)
-    assert all(job.done.cancelled() for job in jobs)
-    assert pool.close(5.0) == 0

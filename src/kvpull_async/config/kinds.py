@@ -231,7 +231,7 @@ OWN = {
     "rank_hosts": Kind(rank_hosts, lambda text: text or None, rank_hosts),
     "rank_port_base": _numbers(low=1024, high=65535 - 2 * 4096),
     "rank_link_timeout": _numbers(low=1),
-    "device_backend": _one_of("auto", "acl"),
+    "device_backend": _one_of("auto", "host", "acl"),
     "allow_process_vm_read": _one_of("auto", "on", "off"),
     "verify": _one_of(*sums.NAMES),
 }

@@ -302,7 +302,9 @@ class LLMConfig:
     )
     device_backend: _Option[str] = _own(
         "device_backend",
-        '"auto", or "acl" to insist on an NPU (not in this version: init raises LLM_FEATURE_NOT_ENABLED).',
+        'Where Placement.DEVICE is: "acl" is the memory of the NPU that device_id names (init raises '
+        'LLM_FEATURE_NOT_ENABLED without CANN); "host" is host memory, without looking for CANN; "auto" is the NPU if '
+        "CANN and the device can be used, else host memory, and the event memory.chosen says why.",
     )
     allow_process_vm_read: _Option[str] = _own(
         "allow_process_vm_read",

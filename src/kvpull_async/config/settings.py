@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kvpull_async import sums
 from kvpull_async.config import kinds
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.values import LLMRole, int_to_ip, ip_to_int
+from kvpull_async.values import LLMRole, Placement, int_to_ip, ip_to_int
 from kvpull_async.values._check import UINT64_MAX, instance, require, type_error, uint64
 
 T = TypeVar("T")
@@ -92,7 +92,8 @@ class Settings:
     """What an engine runs on. Times are milliseconds, sizes bytes.
 
     ``transfer_backend`` "hixl" asks for the original's preconditions and means "auto" otherwise. ``device_ids`` are
-    labels. ``ignored_options`` are accepted names without a meaning here; ``unknown_options`` are unknown ``ge.*`` and
+    labels where host memory serves ``Placement.DEVICE``; device memory is that of the one NPU they name.
+    ``ignored_options`` are accepted names without a meaning here; ``unknown_options`` are unknown ``ge.*`` and
     ``llm.*`` names, ``unknown_variables`` ``KVPULL_*`` ones, each with the nearest known one or None.
     """
 
@@ -154,7 +155,7 @@ class Settings:
         """Read *options* (str to str) and the ``KVPULL_*`` names of *environ*; neither is changed or kept.
 
         Errors: TypeError for a wrong type; ValueError for a listen port that is none; LLM_FEATURE_NOT_ENABLED for a
-        transfer or device backend that this version lacks; LLM_PARAM_INVALID for all else, such as an unknown name
+        transfer backend that this version lacks; LLM_PARAM_INVALID for all else, such as an unknown name
         that starts with neither ``ge.`` nor ``llm.``, or a listen address off this machine without a safeguard.
         """
         instance("role", role, LLMRole)
@@ -169,6 +170,11 @@ class Settings:
             **_standard(given),
             **_own(given, environ),
         )
+
+    @property
+    def budgets(self) -> dict[Placement, int | None]:
+        """Bytes by placement, None for no limit."""
+        return {Placement.DEVICE: self.device_pool_bytes, Placement.HOST: self.host_pool_bytes}
 
     @property
     def meeting_ms(self) -> int:
@@ -335,8 +341,6 @@ def _own(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]
         text = table.decode(errors="replace")
         values["link_secrets"] = kinds.read(kinds.secrets_by_cluster, _TABLE_FILE_VARIABLE, text)
     sums.need(values.get("verify", sums.NONE), where="this side")
-    here = values.get("device_backend") != "acl"
-    require(here, "device_backend acl is not in this version", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
     return {**values, "link_secret": secret}
 
 

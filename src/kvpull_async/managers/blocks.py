@@ -23,7 +23,7 @@ from kvpull_async._deadline import Deadline
 from kvpull_async.managers import caches, checks
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.node import Node
-from kvpull_async.memory.base import PIECE_BYTES, MemoryBackend, Region
+from kvpull_async.memory.base import PIECE_BYTES, MemoryBackend, Region, Until
 from kvpull_async.registry import Entry
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.values import Cache, KvCache, Placement
@@ -104,8 +104,9 @@ async def _copy(
 
 
 def _copying(
-    backend: MemoryBackend, entry: Entry, *, named: _Given, lengths: NDArray[np.int64], destinations: _Given
-) -> Iterator[int]:
+    backend: MemoryBackend, entry: Entry, until: Until,
+    *, named: _Given, lengths: NDArray[np.int64], destinations: _Given,
+) -> Iterator[int]:  # fmt: skip
     """The steps of a copy; nothing is copied in the first one."""
     src, dst = _inside("cache", named, entry).repeat(lengths), _inside("cache", destinations, entry)
     plan.check_block_pairs(src, dst)
@@ -113,12 +114,12 @@ def _copying(
     yield 0
     if moving.any():
         dst, first = np.unique(dst[moving], return_index=True)
-        yield from _within(backend, entry, src=src[moving][first], dst=dst)
+        yield from _within(backend, entry, until, src=src[moving][first], dst=dst)
 
 
-def _within(backend: MemoryBackend, entry: Entry, *, src: _Inside, dst: _Inside) -> Iterator[int]:
+def _within(backend: MemoryBackend, entry: Entry, until: Until, *, src: _Inside, dst: _Inside) -> Iterator[int]:
     """Every source is read as it was before. Those that are overwritten, too, are set aside, a tensor at a time."""
-    regions, between = entry.regions, partial(_between, backend, nbytes=entry.entry_nbytes)
+    regions, between = entry.regions, partial(_between, backend, nbytes=entry.entry_nbytes, until=until)
     early = np.isin(src, dst)
     if not early.any():
         yield from between(regions, regions, src=src, dst=dst)
@@ -137,14 +138,14 @@ def _within(backend: MemoryBackend, entry: Entry, *, src: _Inside, dst: _Inside)
 
 def _between(
     backend: MemoryBackend, sources: Sequence[Region], destinations: Sequence[Region],
-    *, src: _Inside, dst: _Inside, nbytes: int,
+    *, src: _Inside, dst: _Inside, nbytes: int, until: Until,
 ) -> Iterator[int]:  # fmt: skip
     """Blocks of `nbytes` bytes of every region. Runs of blocks on both sides are copied as one."""
     if src.size:
         tensors = range(len(sources))
         reading, writing = (plan.block_segments(tensors, blocks, block_nbytes=nbytes) for blocks in (src, dst))
         pairs = plan.cut(plan.pair(reading, writing), limit=PIECE_BYTES)
-        yield from backend.copying(sources, destinations, pairs)
+        yield from backend.copying(sources, destinations, pairs, until=until)
 
 
 # -- swap_blocks -------------------------------------------------------------------------------------------------------
@@ -167,16 +168,18 @@ async def _swap(
 
 
 def _swapping(
-    backend: MemoryBackend, src: Entry, dst: Entry, *, names: tuple[str, str], sources: _Given, destinations: _Given
-) -> Iterator[int]:
+    backend: MemoryBackend, src: Entry, dst: Entry, until: Until,
+    *, names: tuple[str, str], sources: _Given, destinations: _Given,
+) -> Iterator[int]:  # fmt: skip
     """The steps of a swap; nothing is copied in the first one."""
     reading, writing = _inside(names[0], sources, src), _inside(names[1], destinations, dst)
     plan.check_block_pairs(reading, writing)
     order = np.argsort(writing, kind="stable")  # so that runs are found however the dict was filled
     yield 0
     yield from _between(
-        backend, src.regions, dst.regions, src=reading[order], dst=writing[order], nbytes=src.entry_nbytes
-    )
+        backend, src.regions, dst.regions,
+        src=reading[order], dst=writing[order], nbytes=src.entry_nbytes, until=until,
+    )  # fmt: skip
 
 
 async def _either(node: Node, name: str, handle: Handle, patience: Deadline) -> Entry:

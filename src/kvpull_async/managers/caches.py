@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Job, resolve
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.node import Node
-from kvpull_async.memory.base import Allocation, copy_batches
+from kvpull_async.memory.base import PIECE_BYTES, Allocation, Region, Until, copy_batches
 from kvpull_async.registry import Entry, key_id
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.values import BlocksCacheKey, Cache, CacheDesc, CacheKey, KvCache, LLMRole, Placement
@@ -191,12 +191,25 @@ def register(
     require(len(keys) <= desc.entries, f"cache_keys: {len(keys)} keys for {desc.entries} batch entries")
     registry = node.registry
     regions = registry.backend.adopt(checked, tensor_nbytes=desc.size, placement=desc.placement, owners=owners)
+    _check_devices(desc, regions, owners)
     entry = registry.add(desc, regions, blocks=blocks, remote_accessible=accessible, allowed=allowed)
     registry.bind(entry, keys)
     if blocks_key is not None:
         registry.bind_blocks(entry, blocks_key)
     node.log.debug("cache.registered", cache_id=entry.cache_id, keys=len(keys))
     return entry
+
+
+def _check_devices(desc: CacheDesc, regions: Sequence[Region], owners: Sequence[object]) -> None:
+    """Tensors say where they are; of plain addresses that is found out at their first use."""
+    for i, (region, owner) in enumerate(zip(regions, owners)):  # noqa: B905  (addresses alone have no owners)
+        there, here = foreign_memory.device_of(owner), region.device
+        caches = f"caches of Placement.{desc.placement.name} are in {_memory_of(here)}"
+        require(there == here, f"tensors[{i}] is in {_memory_of(there)}, and {caches} here")
+
+
+def _memory_of(device: int | None) -> str:
+    return "host memory" if device is None else f"the memory of NPU {device}"
 
 
 def publish(node: Node, dialect: Dialect, entry: Entry, keys: Sequence[CacheKey], *, lease: int | None) -> None:
@@ -279,16 +292,21 @@ async def copy(
     reading = segments(entry=src_index, entry_nbytes=src.entry_nbytes)
     writing = segments(entry=dst_index, entry_nbytes=dst.entry_nbytes)
     backend = node.registry.backend
-    await carry_out(
-        node,
-        dialect,
-        src,
-        dst,
-        lambda: copy_batches(backend.lending(src.regions, reading), backend.landing(dst.regions, writing)),
-    )
+
+    def copying(until: Until) -> Iterator[int]:
+        if src.direct or dst.direct:
+            lending = backend.lending(src.regions, reading, until=until)
+            yield from copy_batches(lending, backend.landing(dst.regions, writing, until=until))
+        elif src is not dst or src_index != dst_index:
+            pairs = plan.cut(plan.pair(reading, writing), limit=PIECE_BYTES)
+            yield from backend.copying(src.regions, dst.regions, pairs, until=until)
+
+    await carry_out(node, dialect, src, dst, copying)
 
 
-async def carry_out(node: Node, dialect: Dialect, src: Entry, dst: Entry, copying: Callable[[], Iterable[int]]) -> None:
+async def carry_out(
+    node: Node, dialect: Dialect, src: Entry, dst: Entry, copying: Callable[[Until], Iterable[int]]
+) -> None:
     """Run the bounded steps of a copy between two caches, which stay until the last one has ended. `dst` is quarantined
     when a cancelled copy does not stop in time.
     """
@@ -299,8 +317,9 @@ async def carry_out(node: Node, dialect: Dialect, src: Entry, dst: Entry, copyin
         if entry.cache_id != UNMANAGED:
             local(node, entry.cache_id)  # released while this waited?
         entry.reach(writing=entry is dst)
+    until = Until()
     try:
-        job = Job(node.workers, copying())
+        job = Job(node.workers, copying(until))
     except RuntimeError as error:  # no thread to be had
         raise LLMException(f"nothing can be copied: {error}", status_code=dialect.out_of_memory_status) from error
     released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -321,6 +340,7 @@ async def carry_out(node: Node, dialect: Dialect, src: Entry, dst: Entry, copyin
         except MemoryError as error:
             raise LLMException(f"no memory to copy: {error}", status_code=dialect.out_of_memory_status) from error
     except BaseException:
+        until.stop()
         job.abort()
         if not await absorb([job.settled], Deadline.after_ms(node.settings.settle_timeout_ms)):
             dst.quarantine(job.settled)

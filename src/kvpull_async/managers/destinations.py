@@ -19,7 +19,7 @@ from kvpull_async.managers import peers
 from kvpull_async.managers.checks import PullDraft, invalid
 from kvpull_async.managers.landed import Landed
 from kvpull_async.managers.node import Node
-from kvpull_async.memory.base import FEW_TENSORS, Batches, Span, planned, watched
+from kvpull_async.memory.base import FEW_TENSORS, Batches, Span, Until, planned
 from kvpull_async.observe import Report, key_text
 from kvpull_async.protocol import frames
 from kvpull_async.pull import Verifying, Wanted
@@ -137,9 +137,9 @@ class _Destination:
             verifying=Verifying(given.verify, self._lend, self._differs) if (given := self.given).verify else None,
         )
 
-    def _lend(self, grant: frames.Grant) -> Batches:
+    def _lend(self, grant: frames.Grant, until: Until) -> Batches:
         backend, span = self._node.registry.backend, self.span(grant)
-        return planned(span.rows, lambda rows: backend.lending(span.regions, rows))
+        return planned(span.rows, lambda rows: backend.lending(span.regions, rows, until=until))
 
     def _differs(self, source: bytes, here: bytes) -> LLMException:
         """The source's sum of the bytes is another one."""
@@ -207,9 +207,9 @@ class _Destination:
     def span(self, grant: frames.Grant) -> Span:
         most_rows = len(self.tensors) * max(1, self.given.dst_blocks.size)
         rows = partial(self.segments, grant.per_tensor)
-        return Span(self.entry.regions, rows, self._landed, most_rows, self.alike())
+        return Span(self.entry.regions, rows, self._landed, most_rows, self.entry.direct, self.alike())
 
-    def land(self, grant: frames.Grant) -> tuple[Batches, int]:
+    def land(self, grant: frames.Grant, until: Until) -> tuple[Batches, int]:
         if grant.tensors != len(self.tensors) or not self.fits(grant.per_tensor):
             raise LLMException(
                 f"the source granted {grant.per_tensor} bytes of {grant.tensors} tensors, "
@@ -220,9 +220,7 @@ class _Destination:
             tensors, each = self.tensors, self.given.per_layer
             self._layers.expect(range(tensors.start // each, tensors.stop // each), each * grant.per_tensor)
         backend, span = self._node.registry.backend, self.span(grant)
-        landing = planned(span.rows, lambda rows: backend.landing(span.regions, rows))
-        if span.landed is not None and backend.direct:
-            landing = watched(landing, span.landed)
+        landing = planned(span.rows, lambda rows: backend.landing(span.regions, rows, until=until, landed=span.landed))
         return landing, grant.tensors * grant.per_tensor
 
 
@@ -245,7 +243,7 @@ class IntoEntry(_Destination):
 
     def pieces(self) -> list[memoryview] | None:
         given, entry, backend = self.given, self.entry, self._node.registry.backend
-        if not backend.direct or len(self.tensors) > FEW_TENSORS or self._layers is not None:
+        if not entry.direct or len(self.tensors) > FEW_TENSORS or self._layers is not None:
             return None
         start = given.batch_index * entry.entry_nbytes + given.dst_offset
         return backend.slices(entry.regions, self.tensors, start=start, nbytes=self.per_tensor)

@@ -37,7 +37,7 @@ def pull_now(node: Node, key: Any, cache: Any, batch_index: Any, size: Any, opti
     entry, link = node.registry.local(cache.cache_id), node.find_link(key.cluster_id)
     if entry is None or link is None or cache._binding is not entry or entry.blocks or not entry.remote_accessible:
         return 0
-    if not entry.writable or node.settings.verify != NONE:
+    if not entry.writable or not entry.direct or node.settings.verify != NONE:
         return 0
     offered = link.standing.find(key.cache_id)
     if offered is None:

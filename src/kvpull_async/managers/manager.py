@@ -17,6 +17,7 @@ from kvpull_async.managers import blocks, caches, checks, direct, leases, pulls,
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.landed import Landed
 from kvpull_async.managers.node import Node
+from kvpull_async.managers.tensors import tensor_bytes
 from kvpull_async.observe import Report
 from kvpull_async.registry import Entry
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
@@ -311,7 +312,7 @@ class Manager:
         return Operation("swap_blocks", swapping, cache=cast("Handle", dst))
 
     def get_cache_tensors(self, cache: object, tensor_index: object) -> list[Tensor]:
-        """Plain in both faces: a view, without a copy and without a crossing."""
+        """Plain in both faces: a view, without a copy and without a crossing; of device memory a copy."""
         handle: Any = instance("kv_cache", cache, KvCache, Cache)
         index = int32("tensor_index", tensor_index)
         desc = handle.cache_desc
@@ -320,7 +321,7 @@ class Manager:
             raise LLMException(
                 f"cache {handle.cache_id} was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
             )
-        view = handle._binding.views()[index]
+        view = tensor_bytes(self._node, self._dialect, handle._binding, index)
         return [Tensor.from_buffer(view, TensorDesc(desc.data_type, list(desc.shape)))]
 
     def settled(self, cache: object, timeout: object) -> Operation[None]:

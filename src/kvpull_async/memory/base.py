@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpull_async._deadline import NEVER, Deadline
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import Placement
 
@@ -34,6 +35,7 @@ __all__ = [
     "MemoryBackend",
     "Region",
     "Span",
+    "Until",
     "copy_batches",
     "lend_bytes",
     "no_memory",
@@ -57,8 +59,34 @@ Batches = Generator[Sequence[memoryview], None, None]
 
 Asking for the next batch means that the former has been filled (landing) or read (lending). Exhausting the iterator
 completes the work: when it ends, every byte is where it belongs. `close()` ends it early; afterwards nothing is
-written any more. Whoever asks for batches must close them. Used in whatever thread the data path works in.
+written any more. Whoever asks for batches must close them. Used in whatever thread the data path works in. Asking and
+closing may wait for the device, which an `Until` bounds.
 """
+
+
+class Until:
+    """How long bytes of device memory are waited for: until the deadline, or until somebody stops it.
+
+    Made for one transfer, by whoever may abort it. The memory looks at it in the thread that works; anyone may stop it,
+    from any thread, and for good. Memory that the host reaches waits for nothing and never looks.
+    """
+
+    __slots__ = ("deadline", "stopped")
+
+    def __init__(self, deadline: Deadline = NEVER) -> None:
+        self.deadline: Deadline = deadline
+        self.stopped: bool = False
+
+    def stop(self) -> None:
+        """Nobody wants the bytes any more. Never waits."""
+        self.stopped = True
+
+    @property
+    def over(self) -> bool:
+        return self.stopped or self.deadline.expired
+
+    def __repr__(self) -> str:
+        return f"<Until{' stopped' if self.stopped else ''} {self.deadline.remaining_ms} ms>"
 
 
 @dataclass(frozen=True)
@@ -69,6 +97,8 @@ class Region:
     nbytes: int
     placement: Placement
     owner: Any = field(default=None, repr=False, compare=False)
+    device: int | None = None
+    """The NPU in whose memory it is; None: the host reaches it."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +124,30 @@ class Span:
     landed: Callable[[int], None] | None = None
     most_rows: int = 2**63 - 1
     """No more than these come from `rows`."""
+    direct: bool = True
+    """False where some of the regions are in the memory of a device, but the first is not."""
     alike: Callable[[], tuple[Pieces, Pieces]] | None = None
     """Where the bytes are the same pieces of many tensors on both sides, cut alike: the source's pieces and these. That
     is the same as the rows, in a form that does not grow with the tensors.
     """
+    until: Until | None = None
+    """How long memory of a device is waited for."""
 
 
 class MemoryBackend(ABC):
-    """Where caches live. Calls may come from any thread; errors are LLMExceptions with the memory's status codes."""
+    """Where caches live. Calls may come from any thread; errors are LLMExceptions with the memory's status codes.
+
+    Memory that has to wait for a device bounds every wait, by a limit of its own and by the `until` it was given. Once
+    that is over, what waits ends: with LLMTimeoutError after its deadline, with another LLMException when it was
+    stopped. As with every error of a device, it is raised only when the device neither reads nor writes these bytes any
+    more, nor the pieces handed out; and `close()` returns no sooner. `until` None: only the memory's own limit.
+    """
 
     name: str
     direct: bool
-    """Whether landings and lendings may be used on an event loop, because they touch host memory and nothing else."""
+    """Whether an event loop may use landings and lendings of regions without a device: they touch host memory, and
+    wait for nothing. Regions with a device are for other threads in any case.
+    """
 
     @abstractmethod
     def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
@@ -138,26 +180,49 @@ class MemoryBackend(ABC):
         """The regions' bytes, writable, for the application. LLM_FEATURE_NOT_ENABLED where the host cannot reach."""
 
     @abstractmethod
-    def landing(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        """Pieces to fill, in the order of `segments` (rows of tensor, offset, length)."""
+    def landing(
+        self,
+        regions: Sequence[Region],
+        segments: NDArray[np.int64],
+        *,
+        until: Until | None = None,
+        landed: Callable[[int], None] | None = None,
+    ) -> Batches:
+        """Pieces to fill, in the order of `segments` (rows of tensor, offset, length).
+
+        `landed` hears, from any thread but one at a time, how many bytes in this order are final in the memory itself,
+        never decreasing: whoever is told may read them there at once. What it raises ends the landing, after whose end
+        it hears nothing more.
+        """
 
     @abstractmethod
-    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
+    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64], *, until: Until | None = None) -> Batches:
         """Pieces to read, in the order of `segments`."""
 
     def copying(
-        self, sources: Sequence[Region], destinations: Sequence[Region], pairs: NDArray[np.int64]
+        self,
+        sources: Sequence[Region],
+        destinations: Sequence[Region],
+        pairs: NDArray[np.int64],
+        *,
+        until: Until | None = None,
     ) -> Generator[int, None, None]:
         """Steps of a copy inside this memory, to be run off an event loop; each yields the bytes it copied.
 
         `pairs` are rows of source region, byte offset, destination region, byte offset, length, of PIECE_BYTES at most.
         No byte that is written may be read, too. `close()` ends it early: afterwards nothing is written any more.
         """
-        return copy_batches(self.lending(sources, pairs[:, [0, 1, 4]]), self.landing(destinations, pairs[:, 2:]))
+        lending = self.lending(sources, pairs[:, [0, 1, 4]], until=until)
+        return copy_batches(lending, self.landing(destinations, pairs[:, 2:], until=until))
 
     def slices(self, regions: Sequence[Region], tensors: range, *, start: int, nbytes: int) -> list[memoryview]:
         """The same bytes of each of some tensors, all at once: for `direct` memory, few tensors and few bytes."""
         return [view[start : start + nbytes] for view in self.views(regions[tensors.start : tensors.stop])]
+
+    def watch(self, *, failed: Callable[[BaseException], object], held: Callable[[bool], object]) -> None:
+        """Tell `failed` what goes wrong where nobody waits for it; and `held`, in some thread, when one of the caller's
+        begins to hang with a device beyond the time it was given (True), and when it does so no more (False).
+        """
 
     def close(self) -> None:
         """Give back what the backend itself holds. Caches still alive keep their memory."""

@@ -17,7 +17,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Allocation, Batches, MemoryBackend, Region
+from kvpull_async.memory.base import (
+    PIECE_BYTES,
+    PIECE_VIEWS,
+    Allocation,
+    Batches,
+    MemoryBackend,
+    Region,
+    Until,
+    watched,
+)
+from kvpull_async.memory.budget import Budget
 from kvpull_async.memory.copying import CancelFlag, copy_rows
 from kvpull_async.memory.mapped import mapped, refused
 from kvpull_async.memory.publications import Publications
@@ -40,23 +50,22 @@ class HostMemory(MemoryBackend):
     direct = True
 
     def __init__(self, budgets: Mapping[Placement, int | None] | None = None) -> None:
-        self._budgets = dict(budgets or {})
-        self._used = dict.fromkeys(Placement, 0)
+        self._budgets = {placement: Budget(placement, (budgets or {}).get(placement)) for placement in Placement}
         self._leaving = dict.fromkeys(Placement, 0)
         """What others still have mapped of caches that are gone."""
-        self._lock = threading.RLock()  # protects _used and _leaving: caches are allocated in worker threads
+        self._lock = threading.Lock()  # protects _leaving: caches are allocated in worker threads
         self.publications: Publications = Publications()
         self._files: weakref.WeakSet[SharedFile] = weakref.WeakSet()
 
     def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
         step = _round_up(tensor_nbytes, _PAGE if tensor_nbytes >= _PAGE else _CACHE_LINE)
         nbytes = step * tensors
-        self._reserve(nbytes, placement)
+        self._budgets[placement].reserve(nbytes)
         try:
             owner = _memory_file(nbytes)
             self._files.add(owner)
         except BaseException:
-            self._give_back(nbytes, placement)
+            self._budgets[placement].give_back(nbytes)
             raise
         regions = tuple(Region(owner.address + i * step, tensor_nbytes, placement, owner) for i in range(tensors))
         return Allocation(regions, nbytes, placement)
@@ -102,14 +111,27 @@ class HostMemory(MemoryBackend):
     def views(self, regions: Sequence[Region]) -> list[memoryview]:
         return [_view(region) for region in regions]
 
-    def landing(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        return _batches(regions, segments, _view)
+    def landing(
+        self,
+        regions: Sequence[Region],
+        segments: NDArray[np.int64],
+        *,
+        until: Until | None = None,
+        landed: Callable[[int], None] | None = None,
+    ) -> Batches:
+        pieces = _batches(regions, segments, _view)
+        return pieces if landed is None else watched(pieces, landed)
 
-    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
+    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64], *, until: Until | None = None) -> Batches:
         return _batches(regions, segments, _readonly_view)
 
     def copying(
-        self, sources: Sequence[Region], destinations: Sequence[Region], pairs: NDArray[np.int64]
+        self,
+        sources: Sequence[Region],
+        destinations: Sequence[Region],
+        pairs: NDArray[np.int64],
+        *,
+        until: Until | None = None,
     ) -> Generator[int, None, None]:
         """From address to address: a view for each of many small rows costs more than the copy."""
         into, out_of = _addresses(destinations, pairs[:, 2:4]), _addresses(sources, pairs[:, :2])
@@ -122,27 +144,13 @@ class HostMemory(MemoryBackend):
             yield copy_rows(into[step], out_of[step], lengths[step], flag)
             at, done = step.stop, int(ends[step.stop - 1])
 
-    def _reserve(self, nbytes: int, placement: Placement) -> None:
-        with self._lock:
-            budget, used = self._budgets.get(placement), self._used[placement]
-            if budget is not None and used + nbytes > budget:
-                raise LLMException(
-                    f"{placement.name} memory: {nbytes} bytes asked for, {budget - used} of {budget} are free",
-                    status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
-                )
-            self._used[placement] = used + nbytes
-
-    def _give_back(self, nbytes: int, placement: Placement) -> None:
-        with self._lock:
-            self._used[placement] -= nbytes
-
     def _left(self, nbytes: int, placement: Placement) -> None:
         with self._lock:
             self._leaving[placement] -= nbytes
-            self._give_back(nbytes, placement)
+        self._budgets[placement].give_back(nbytes)
 
     def __repr__(self) -> str:
-        used = ", ".join(f"{placement.name}={used}" for placement, used in self._used.items())
+        used = ", ".join(f"{placement.name}={budget.used}" for placement, budget in self._budgets.items())
         return f"<HostMemory used: {used}>"
 
 

@@ -82,13 +82,13 @@ class Publications:
         return self._page
 
     def publish(self, regions: tuple[Region, ...]) -> Publication | None:
-        """The publication of a cache, made when first asked for; None when there are too many of
-        them, or too many tensors in it.
+        """The publication of a cache, made when first asked for; None when there are too many of them, or too many
+        tensors in it, or when it is in the memory of a device.
         """
         known = self._by_regions.get(id(regions))
         if known is not None:
             return known
-        if not self._free or len(regions) > _TENSORS:
+        if not self._free or len(regions) > _TENSORS or regions[0].device is not None:
             return None
         page, slot, number = self.page, self._free.pop(), next(self._numbers)
         files, places = _places(regions)

@@ -98,6 +98,8 @@ class Session:
         self._last_request = 0
         self._open: dict[int, int] = {}
         """Requests in flight and, on the serving side, the bytes of their tables."""
+        self._sent = 0
+        """The last request whose bytes follow its grant: it may be refused yet, when the source cannot go on."""
         self._answers: dict[int, tuple[type[Answering], ...]] = {}
         """What may answer the requests of this side."""
         self._watches: set[int] = set()
@@ -188,6 +190,8 @@ class Session:
         """The request is over on this side: a later answer to it is dropped, or (serving) its place is free."""
         self._open.pop(request_id, None)
         self._answers.pop(request_id, None)
+        if request_id == self._sent:
+            self._sent = 0
         self._watches.discard(request_id)
 
     def close(self) -> None:
@@ -352,6 +356,11 @@ class Session:
                 return
             if isinstance(message, _ENDING):
                 self.end_request(message.request_id)
+                if isinstance(message, frames.Grant) and not message.inline:
+                    self._sent = message.request_id
+            self._events.append(Received(message, tail))
+        elif message.request_id == self._sent and isinstance(message, frames.Refuse):
+            self._sent = 0
             self._events.append(Received(message, tail))
         elif 0 < message.request_id <= self._last_request:
             self.late_answers += 1

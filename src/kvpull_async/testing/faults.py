@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import report_to, resolve
-from kvpull_async.memory.base import Allocation, Batches, MemoryBackend, Region
+from kvpull_async.memory.base import Allocation, Batches, MemoryBackend, Region, Until
 from kvpull_async.transport.arrivals import Arrivals
 from kvpull_async.transport.base import (
     Address,
@@ -126,11 +126,18 @@ class WrappedMemory(MemoryBackend):
     def views(self, regions: Sequence[Region]) -> list[memoryview]:
         return self._inner.views(regions)
 
-    def landing(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        return self._inner.landing(regions, segments)
+    def landing(
+        self,
+        regions: Sequence[Region],
+        segments: NDArray[np.int64],
+        *,
+        until: Until | None = None,
+        landed: Callable[[int], None] | None = None,
+    ) -> Batches:
+        return self._inner.landing(regions, segments, until=until, landed=landed)
 
-    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        return self._inner.lending(regions, segments)
+    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64], *, until: Until | None = None) -> Batches:
+        return self._inner.lending(regions, segments, until=until)
 
     def close(self) -> None:
         self._inner.close()
@@ -150,11 +157,19 @@ class GatedMemory(WrappedMemory):
         self.lending_gate: Gate = Gate()
         self._after = after
 
-    def landing(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        return _gated(super().landing(regions, segments), self.landing_gate, self._after)
+    def landing(
+        self,
+        regions: Sequence[Region],
+        segments: NDArray[np.int64],
+        *,
+        until: Until | None = None,
+        landed: Callable[[int], None] | None = None,
+    ) -> Batches:
+        pieces = super().landing(regions, segments, until=until, landed=landed)
+        return _gated(pieces, self.landing_gate, self._after)
 
-    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        return _gated(super().lending(regions, segments), self.lending_gate, self._after)
+    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64], *, until: Until | None = None) -> Batches:
+        return _gated(super().lending(regions, segments, until=until), self.lending_gate, self._after)
 
     def close(self) -> None:
         self.landing_gate.open()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
 from kvpull_async.memory.base import Batches, Span
+from kvpull_async.status import LLMException
 from kvpull_async.transport.arrivals import Arrivals, Arrived, Ended
 
 __all__ = [
@@ -120,6 +121,9 @@ async def moved(transfer: Transfer) -> int:
     await asyncio.wait([transfer.done])
     if transfer.done.cancelled():
         raise ConnectionAbortedError("the transfer was aborted")
+    error = transfer.done.exception()
+    if isinstance(error, LLMException):
+        raise error.with_traceback(None)  # without the thread that moved them: who keeps it would keep the memory
     return transfer.done.result()
 
 

@@ -10,14 +10,15 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Final
 
-from kvpull_async import observe
+from kvpull_async import observe, plan
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Job, report_to, resolve
-from kvpull_async.memory.base import Batches, Span, copy_batches
+from kvpull_async.memory.base import PIECE_BYTES, Batches, MemoryBackend, Span, copy_batches
+from kvpull_async.status import LLMException
 from kvpull_async.transport.arrivals import Arrivals
 from kvpull_async.transport.base import (
     Address,
@@ -27,6 +28,7 @@ from kvpull_async.transport.base import (
     OnChannel,
     PathKind,
     PathSeed,
+    Segments,
     Transport,
 )
 from kvpull_async.transport.outbox import Outbox
@@ -45,8 +47,10 @@ class InprocTransport(Transport, PathKind):
     name = "inproc"
     why = "both nodes are in this process"
 
-    def __init__(self, log: observe.Log) -> None:
+    def __init__(self, log: observe.Log, memory: MemoryBackend | None = None) -> None:
+        """With `memory` what lies on the device of both nodes does not leave it."""
         self._log = log
+        self._memory = memory
 
     async def listen(self, address: Address, on_channel: OnChannel) -> Listener:
         with _lock:
@@ -72,7 +76,7 @@ class InprocTransport(Transport, PathKind):
         return near
 
     def path(self, seed: PathSeed) -> DataPath:
-        return InprocPath(seed)
+        return InprocPath(seed, self._memory)
 
     def reaches(self, address: Address) -> bool:
         return _find(address) is not None
@@ -164,8 +168,9 @@ class _InprocChannel(ControlChannel):
 class _Offer:
     """A grant that the other engine may read. Its transfer is done at once; it settles when no one reads any more."""
 
-    def __init__(self, lending: Batches) -> None:
+    def __init__(self, lending: Batches, span: Span | None) -> None:
         self.lending = lending
+        self.span = span
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # protects the two flags: the reader is on another thread
         self._reading = False
@@ -187,6 +192,7 @@ class _Offer:
     def end(self) -> None:
         with self._lock:
             self._reading, self._withdrawn = False, True
+            self.span = None  # whoever holds this holds no memory
         report_to(self._loop, resolve, self.settled)
 
     def abort(self) -> bool:
@@ -194,6 +200,7 @@ class _Offer:
             self._withdrawn = True
             reading = self._reading
         if not reading:
+            self.span = None
             resolve(self.settled)
         return True
 
@@ -201,10 +208,12 @@ class _Offer:
 class InprocPath(DataPath):
     name = "inproc"
 
-    def __init__(self, seed: PathSeed) -> None:
+    def __init__(self, seed: PathSeed, memory: MemoryBackend | None) -> None:
         self._workers = seed.workers
+        self._memory = memory
         self._jobs: set[Job] = set()
-        self._granted: set[bytes] = set()
+        self._granted: dict[bytes, Span | None] = {}
+        self._expected: tuple[bytes, Span] | None = None
         self._aborted = False
 
     async def ready(self, deadline: Deadline) -> None:
@@ -217,7 +226,7 @@ class InprocPath(DataPath):
             raise ConnectionAbortedError("the source has withdrawn the memory")
         offer.begin()
         try:
-            job = Job(self._workers, _checked(offer, landing))
+            job = Job(self._workers, self._steps(grant_id, offer, landing, nbytes))
         except BaseException:
             offer.end()
             raise
@@ -225,20 +234,33 @@ class InprocPath(DataPath):
         job.settled.add_done_callback(lambda _: self._ended(job, offer))
         return job
 
+    def _steps(self, grant_id: bytes, offer: _Offer, landing: Batches, nbytes: int) -> Generator[int, None, None]:
+        expected, self._expected = self._expected, None
+        if expected is None or expected[0] != grant_id or self._memory is None or offer.span is None:
+            return _checked(offer, landing)
+        device = _device(offer.span)
+        if device is None or device != _device(expected[1]):
+            return _checked(offer, landing)
+        landing.close()
+        return _within(self._memory, offer, offer.span, expected[1], nbytes)
+
     def describe(self, grant_id: bytes, span: Span) -> bytes:
+        self._granted[grant_id] = span
         return b""  # the puller finds the offer by the grant's id
+
+    def expect(self, grant_id: bytes, ticket: bytes | None, reading: Callable[[], Segments], span: Span) -> None:
+        self._expected = grant_id, span
 
     def serve(self, grant_id: bytes, lending: Batches, nbytes: int) -> _Offer:
         if self._aborted:
             raise ConnectionAbortedError("the path has ended")
-        offer = _Offer(lending)
+        offer = _Offer(lending, self._granted.setdefault(grant_id, None))
         with _lock:
             _offers[grant_id] = offer
-        self._granted.add(grant_id)
         return offer
 
     def release(self, grant_id: bytes) -> None:
-        self._granted.discard(grant_id)
+        self._granted.pop(grant_id, None)
         with _lock:
             offer = _offers.pop(grant_id, None)
         if offer is not None:
@@ -271,11 +293,43 @@ def _checked(offer: _Offer, landing: Batches) -> Generator[int, None, None]:
         offer.end()  # here too, since the loop on which the copy was begun may have closed meanwhile
 
 
+def _device(span: Span) -> int | None:
+    """The one in whose memory all of it is."""
+    devices = {region.device for region in span.regions}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _within(
+    memory: MemoryBackend, offer: _Offer, source: Span, destination: Span, nbytes: int
+) -> Generator[int, None, None]:
+    """The copy where both ends lie on one device."""
+    try:
+        pairs = plan.cut(plan.pair(source.rows(), destination.rows()), limit=PIECE_BYTES)
+        total = 0
+        copying = memory.copying(source.regions, destination.regions, pairs, until=destination.until)
+        with closing(offer.lending), closing(copying):
+            offer.check()
+            for copied in copying:
+                total += copied
+                if destination.landed is not None:
+                    destination.landed(total)
+                yield copied
+                offer.check()
+        if total != nbytes:
+            raise ValueError(f"{total} bytes were copied, {nbytes} granted")
+    finally:
+        offer.end()
+
+
 def _while_offered(offer: _Offer) -> Batches:
     with closing(offer.lending):
-        for batch in offer.lending:
-            offer.check()
-            yield batch
+        try:
+            for batch in offer.lending:
+                offer.check()
+                yield batch
+        except LLMException:
+            offer.check()  # what was withdrawn was stopped, and has not failed
+            raise
 
 
 def _forget_parent() -> None:

@@ -18,9 +18,11 @@ from kvpull_async.values._check import instance, require, type_error
 from kvpull_async.values.desc import CacheDesc
 from kvpull_async.values.enums import DataType
 
-__all__ = ["Foreign", "pointers", "read"]
+__all__ = ["Foreign", "device_of", "pointers", "read"]
 
 _TORCH: Final = ("data_ptr", "is_contiguous", "device", "element_size", "numel", "dtype", "detach")
+
+_PLACES: Final = ("cpu", "npu")
 
 # By the name that both libraries give them (and ml_dtypes its bfloat16).
 _FLOATS: Final = {
@@ -45,8 +47,9 @@ def read(desc: CacheDesc, tensors: object) -> list[Foreign]:
     """The memory of `tensors`, one for each of the descriptor's and each of just its bytes.
 
     Errors: TypeError for what is neither a torch tensor nor a numpy array; LLMException with LLM_PARAM_INVALID for
-    another number of tensors or bytes, memory that is not contiguous, not the CPU's or read-only, and for one type of
-    floating point given as another. Integers count as plain bytes: they may stand for any type, and for them any.
+    another number of tensors or bytes, memory that is not contiguous, neither the CPU's nor an NPU's, or read-only, and
+    for one type of floating point given as another. Integers count as plain bytes: they may stand for any type, and
+    for them any.
     """
     items: Sequence[Any] = instance("tensors", tensors, list, tuple)
     require(len(items) == desc.num_tensors, f"tensors has {len(items)} tensors for {desc.num_tensors} in cache_desc")
@@ -73,6 +76,12 @@ def pointers(owners: Sequence[Any]) -> tuple[Callable[[], int], ...]:
     return tuple(pointer or partial(_address, owner) for pointer, owner in zip(found, owners, strict=True))
 
 
+def device_of(owner: object) -> int | None:
+    """The NPU in whose memory the bytes of an owner are; None for the host's."""
+    device: Any = getattr(owner, "device", None)
+    return int(device.index or 0) if getattr(device, "type", None) == "npu" else None
+
+
 def _address(array: np.ndarray[Any, Any]) -> int:
     return array.ctypes.data
 
@@ -93,7 +102,8 @@ def _of_array(name: str, array: np.ndarray[Any, Any]) -> Foreign:
 
 
 def _of_tensor(name: str, tensor: Any) -> Foreign:
-    require(tensor.device.type == "cpu", f"{name} is on {tensor.device}; only memory of the CPU can be registered")
+    where = tensor.device
+    require(where.type in _PLACES, f"{name} is on {where}; only memory of the CPU or of an NPU can be registered")
     try:
         contiguous = tensor.is_contiguous()
         address = tensor.data_ptr() if contiguous else 0

@@ -34,7 +34,7 @@ OWN_VALUES = [
     ("rank_hosts", "node_0=10.0.0.4", "kvpull.RankHosts", "node_0=10.0.0.4", "rank_hosts", "node_0=10.0.0.4"),
     ("rank_port_base", 30000, "kvpull.RankPortBase", "30000", "rank_port_base", 30000),
     ("rank_link_timeout", 4, "kvpull.RankLinkTimeout", "4", "rank_link_timeout_ms", 4),
-    ("device_backend", "auto", "kvpull.DeviceBackend", "auto", "device_backend", "auto"),
+    ("device_backend", "host", "kvpull.DeviceBackend", "host", "device_backend", "host"),
     ("allow_process_vm_read", "off", "kvpull.AllowProcessVmRead", "off", "allow_process_vm_read", "off"),
     ("verify", "crc32", "kvpull.Verify", "crc32", "verify", "crc32"),
 ]

@@ -10,7 +10,7 @@ import pytest
 
 from kvpull_async.config import LLMConfig, Settings, parse_listen
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.values import LLMRole
+from kvpull_async.values import LLMRole, Placement
 
 PI = LLMStatusCode.LLM_PARAM_INVALID
 NOT_ENABLED = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
@@ -188,8 +188,20 @@ def test_backends_to_come_say_so(backend: str) -> None:
     assert backend in refused({"llm.TransferBackend": backend}, code=NOT_ENABLED)
 
 
-def test_the_acl_device_backend_says_so() -> None:
-    refused({"kvpull.DeviceBackend": "acl"}, code=NOT_ENABLED)
+@pytest.mark.parametrize("backend", ["auto", "host", "acl"])
+def test_a_device_backend_is_for_init_to_find(backend: str) -> None:
+    assert settings({"kvpull.DeviceBackend": backend}).device_backend == backend
+    assert settings({}, {"KVPULL_DEVICE_BACKEND": backend}).device_backend == backend
+
+
+def test_an_unknown_device_backend_is_refused() -> None:
+    assert "auto, host, acl" in refused({"kvpull.DeviceBackend": "npu"})
+
+
+def test_the_budgets_are_those_of_the_pools() -> None:
+    pools = {"llm.MemPoolConfig": '{"memory_size": 4096}', "llm.HostMemPoolConfig": '{"memory_size": 8192}'}
+    assert settings(pools).budgets == {Placement.DEVICE: 4096, Placement.HOST: 8192}
+    assert set(settings({}).budgets.values()) == {None}
 
 
 def test_both_device_options_are_checked_and_the_ids_are_those_of_the_longer_one() -> None:

@@ -167,9 +167,9 @@ def test_blocks_are_set_aside_where_a_copy_overwrites_what_it_reads(side: Side) 
 def test_blocks_that_are_larger_than_one_piece(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     large, copying, rows = 2 * PIECE_BYTES + 5, side.engine.memory.copying, []
 
-    def counted(sources: Any, destinations: Any, pairs: Any) -> Any:
+    def counted(sources: Any, destinations: Any, pairs: Any, **options: Any) -> Any:
         rows.extend(pairs[:, 4].tolist())
-        return copying(sources, destinations, pairs)
+        return copying(sources, destinations, pairs, **options)
 
     monkeypatch.setattr(side.engine.memory, "copying", counted)
     cache = side.blocks(desc(blocks=4, nbytes=large, tensors=1))

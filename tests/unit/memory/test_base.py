@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvpull_async.memory.base import Batches, Region, copy_batches, lend_bytes, planned, watched
+from kvpull_async._deadline import Deadline
+from kvpull_async.memory.base import Batches, Region, Until, copy_batches, lend_bytes, planned, watched
+from kvpull_async.memory.host import HostMemory
 from kvpull_async.values import Placement
 
 
@@ -169,3 +171,32 @@ def test_a_region_does_not_show_or_compare_its_owner() -> None:
     one, two = (Region(4096, 8, Placement.HOST, owner=object()) for _ in range(2))
     assert one == two
     assert "owner" not in repr(one)
+
+
+def test_memory_is_waited_for_until_the_deadline_or_until_somebody_stops_it() -> None:
+    forever, stopped, late = Until(), Until(Deadline.after_ms(60_000)), Until(Deadline.after_ms(0))
+    assert not forever.over
+    assert not stopped.over
+    assert (late.over, late.stopped) == (True, False)
+    stopped.stop()
+    stopped.stop()
+    assert (stopped.over, stopped.stopped) == (True, True)
+    assert "stopped" in repr(stopped)
+    assert repr(forever)
+
+
+def test_a_region_says_which_device_it_is_on_and_that_makes_it_another_one() -> None:
+    here, there = Region(4096, 8, Placement.DEVICE), Region(4096, 8, Placement.DEVICE, device=0)
+    assert here.device is None
+    assert here != there
+
+
+def test_a_landing_of_host_memory_tells_what_has_landed() -> None:
+    memory, heard = HostMemory(), []
+    data = np.zeros(8, np.uint8)
+    regions = memory.adopt([data.ctypes.data], tensor_nbytes=8, placement=Placement.HOST)
+    table = np.array([(0, 0, 8)], np.int64)
+    for batch in memory.landing(regions, table, until=Until(), landed=lambda n: heard.append((n, data.sum()))):
+        for view in batch:
+            view[:] = bytes([3]) * len(view)
+    assert heard == [(8, 24)]

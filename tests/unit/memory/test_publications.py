@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -307,3 +308,12 @@ def test_nothing_is_left_of_publications_that_are_dropped() -> None:
     del all_of, file
     gc.collect()
     assert (memfds.descriptors(), memfds.mappings()) == before
+
+
+def test_memory_of_a_device_is_not_published() -> None:
+    all_of = Publications()
+    regions = tuple(replace(region, device=0) for region in on_heap(2))
+    assert all_of.publish(regions) is None
+    over: list[bool] = []
+    all_of.withdraw(regions, lambda: over.append(True))
+    assert over == [True]

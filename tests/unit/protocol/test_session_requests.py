@@ -63,6 +63,21 @@ def test_a_late_answer_is_dropped_and_an_answer_nobody_asked_for_is_a_failure(an
     assert failed == Failed(f"an answer to request {second + 1}, which was never sent", LINK_FAILED)
 
 
+def test_what_was_granted_and_is_sent_may_be_refused_yet_once() -> None:
+    session, _ = greeted()
+    first, second, third = (ask(session)[0] for _ in range(3))
+    refusal = frames.Refuse(first, 1, "the memory has failed")
+    assert len(deliver(session, msgspec.structs.replace(grant(first), inline=False))) == 1
+    assert deliver(session, refusal) == [Received(refusal)]
+    assert deliver(session, refusal) == []
+    assert len(deliver(session, msgspec.structs.replace(grant(second), inline=False))) == 1
+    session.end_request(second)
+    assert deliver(session, frames.Refuse(second, 1, "too late")) == []
+    assert len(deliver(session, msgspec.structs.replace(grant(third), inline=True))) == 1
+    assert deliver(session, frames.Refuse(third, 1, "its bytes have come")) == []
+    assert session.late_answers == 3
+
+
 def test_an_answer_to_request_zero_is_a_failure() -> None:
     session, _ = greeted()
     assert isinstance(deliver(session, grant(0))[0], Failed)

@@ -80,7 +80,9 @@ async def _unwanted(channel: ControlChannel) -> None:
 async def test_p7_a_fetch_that_cannot_begin_leaves_the_source_free() -> None:
     workers = Workers(1)
     workers.close(0)
-    source, puller = (inproc.InprocPath(PathSeed(b"t" * 16, 0, dialer, None, workers)) for dialer in (False, True))
+    source, puller = (
+        inproc.InprocPath(PathSeed(b"t" * 16, 0, dialer, None, workers), None) for dialer in (False, True)
+    )
     offer = source.serve(GRANT, _nothing(), 0)
     with pytest.raises(RuntimeError, match="shut down"):
         puller.fetch(GRANT, _nothing(), 0)

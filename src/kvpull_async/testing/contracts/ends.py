@@ -11,12 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async._deadline import Deadline
-from kvpull_async.memory.base import Batches, Region, Span
+from kvpull_async.memory.base import Batches, MemoryBackend, Region, Span
 from kvpull_async.testing.contracts._waiting import PATIENCE, within
 from kvpull_async.testing.faults import GatedMemory
 from kvpull_async.transport.base import DataPath, Transfer
 
-__all__ = ["Ends", "rows"]
+__all__ = ["Ends", "rows", "viewed"]
+
+
+def viewed(memory: MemoryBackend, region: Region) -> NDArray[np.uint8]:
+    """The bytes of a region that the host reaches, writable."""
+    return np.frombuffer(memory.views([region])[0], np.uint8)
 
 
 @dataclass
@@ -28,14 +33,18 @@ class Ends:
     memory: GatedMemory
     reading: Sequence[Region]
     writing: Sequence[Region]
+    look: Callable[[MemoryBackend, Region], NDArray[np.uint8]] = viewed
+    """How the suite sees the bytes of a region."""
+    direct: bool = True
+    """Whether a path that fills by itself may do so here."""
 
     @property
     def destination(self) -> NDArray[np.uint8]:
-        return np.frombuffer(self.memory.views(self.writing)[0], np.uint8)
+        return self.look(self.memory, self.writing[0])
 
     @property
     def original(self) -> NDArray[np.uint8]:
-        return np.frombuffer(self.memory.views(self.reading)[0], np.uint8)
+        return self.look(self.memory, self.reading[0])
 
     def lending(self, segments: NDArray[np.int64]) -> Batches:
         return self.memory.lending(self.reading, segments)
@@ -67,7 +76,7 @@ class Ends:
     ) -> tuple[Transfer, Transfer]:
         """One granted pull: the source's transfer and the puller's."""
         grant, ticket, serving = await self.grant(segments, lending=lending)
-        self.puller.expect(grant, ticket, lambda: segments, Span(tuple(self.writing), lambda: into))
+        self.puller.expect(grant, ticket, lambda: segments, Span(tuple(self.writing), lambda: into, direct=self.direct))
         return serving, self.puller.fetch(grant, landing or self.landing(into), int(segments[:, 2].sum()))
 
     async def pull(self, segments: NDArray[np.int64], into: NDArray[np.int64]) -> None:
@@ -96,7 +105,7 @@ class Ends:
             path.give_up()
             await within(path.ready(Deadline.after_ms(PATIENCE * 1000)))
             serving = self.puller.serve(grant, self.lending(segments), nbytes)
-        path.expect(grant, ticket, lambda: segments, Span(tuple(self.writing), lambda: into))
+        path.expect(grant, ticket, lambda: segments, Span(tuple(self.writing), lambda: into, direct=self.direct))
         return serving, path.fetch(grant, self.landing(into), nbytes)
 
     async def push(self, segments: NDArray[np.int64], into: NDArray[np.int64]) -> None:

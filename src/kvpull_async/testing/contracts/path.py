@@ -11,14 +11,15 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import Workers
-from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Batches, MemoryBackend, Span
+from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Batches, MemoryBackend, Region, Span
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.testing.contracts._waiting import PATIENCE, unwanted, within
-from kvpull_async.testing.contracts.ends import Ends, rows
+from kvpull_async.testing.contracts.ends import Ends, rows, viewed
 from kvpull_async.testing.faults import Gate, GatedMemory
 from kvpull_async.transport.base import Address, DataPath, PathKind, PathSeed, Transfer, Transport
 from kvpull_async.values import Placement
@@ -54,6 +55,10 @@ class DataPathContract:
         """The memory of both sides."""
         return HostMemory()
 
+    def look(self, memory: MemoryBackend, region: Region) -> NDArray[np.uint8]:
+        """The region's bytes, writable, past its landings and lendings. To be overridden where there are no views."""
+        return viewed(memory, region)
+
     @contextlib.asynccontextmanager
     async def ends(self, *, puller_dials: bool = True) -> AsyncIterator[Ends]:
         """Both ends of a path. The dialling side of a link may be the puller or the source."""
@@ -68,16 +73,19 @@ class DataPathContract:
         memory = GatedMemory(self.make_memory())
         made = [memory.allocate(tensors=1, tensor_nbytes=self.nbytes, placement=Placement.DEVICE) for _ in range(2)]
         puller, source = (dialled, accepted) if puller_dials else (accepted, dialled)
-        ends = Ends(puller, source, memory, made[0].regions, made[1].regions)
+        ends = Ends(puller, source, memory, made[0].regions, made[1].regions, self.look, self.fills_itself)
         ends.original[:] = np.arange(self.nbytes, dtype=np.uint32).astype(np.uint8)
         try:
             yield ends
         finally:
-            self.writing_gate(ends).open()
-            memory.close()
+            for gate in (self.writing_gate(ends), memory.landing_gate, memory.lending_gate):
+                gate.open()
             await self.end((dialled, accepted), (meeting, accepting))
             await within(listener.aclose())
             assert await asyncio.to_thread(workers.close, PATIENCE) == 0
+            for allocation in made:
+                memory.free(allocation)
+            memory.close()
 
     async def end(self, paths: Sequence[DataPath], kinds: Sequence[PathKind]) -> None:
         for path in paths:

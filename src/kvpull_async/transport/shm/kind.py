@@ -21,8 +21,7 @@ from kvpull_async import observe
 from kvpull_async._deadline import Deadline, absorb
 from kvpull_async._workers import resolve
 from kvpull_async.memory import shared
-from kvpull_async.memory.host import HostMemory
-from kvpull_async.memory.publications import EPOCHS
+from kvpull_async.memory.publications import EPOCHS, Publications
 from kvpull_async.memory.shared import Mapping
 from kvpull_async.transport.base import PathKind, PathSeed
 from kvpull_async.transport.shm import messages, side
@@ -52,8 +51,8 @@ class ShmPaths(PathKind):
     name = "shm"
     why = "same host and user"
 
-    def __init__(self, memory: HostMemory, log: observe.Log, *, process_reads: str = "auto") -> None:
-        self._memory = memory
+    def __init__(self, publications: Publications, log: observe.Log, *, process_reads: str = "auto") -> None:
+        self._publications = publications
         self._log = log
         self._process_reads = process_reads
         _boot_id()
@@ -86,9 +85,7 @@ class ShmPaths(PathKind):
             if hello.token != token:
                 raise ConnectionError("the peer answered for another link")
             side.send(sock, Opened(process is not None))
-            self._sides[token] = Side(
-                sock, self._memory.publications, page=page, process=process, read_by_peer=hello.reads
-            )
+            self._sides[token] = Side(sock, self._publications, page=page, process=process, read_by_peer=hello.reads)
         except BaseException:
             sock.close()
             raise
@@ -101,14 +98,14 @@ class ShmPaths(PathKind):
             raise ConnectionError("the token of a link that does not exist")
         self._expected.discard(hello.token)
         await self._say_hello(sock, hello.token, reads=process is not None)
-        self._sides[hello.token] = Side(sock, self._memory.publications, page=page, process=process, read_by_peer=False)
+        self._sides[hello.token] = Side(sock, self._publications, page=page, process=process, read_by_peer=False)
 
     def path(self, seed: PathSeed) -> ShmPath:
         met = self._sides.get(seed.token)
         if met is None or met.closed:
             raise ConnectionError("the peer has not come to the side channel")
         met.lost = seed.lost
-        return ShmPath(met, seed, forget=self.forget, direct=self._memory.direct)
+        return ShmPath(met, seed, forget=self.forget)
 
     def forget(self, token: bytes) -> None:
         self._expected.discard(token)
@@ -137,7 +134,7 @@ class ShmPaths(PathKind):
         address = 0 if self._process_reads == "off" else ctypes.addressof(self._probe)
         if self._process_reads == "on":
             _let_read()
-        page = self._memory.publications.page
+        page = self._publications.page
         side.send(sock, Hello(token, address, self._probe.raw, reads), [page.descriptor])
 
     async def _hear_hello(self, sock: socket.socket, pid: int) -> tuple[Mapping, PeerProcess | None, Hello]:

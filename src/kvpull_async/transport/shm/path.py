@@ -36,12 +36,11 @@ class ShmPath(StreamPath):
     name = "shm"
     opens = ORDERED
 
-    def __init__(self, side: Side, seed: PathSeed, *, forget: Callable[[bytes], None], direct: bool) -> None:
+    def __init__(self, side: Side, seed: PathSeed, *, forget: Callable[[bytes], None]) -> None:
         super().__init__(dials=seed.dialer)
         self._side = side
         self._seed = seed
         self._forget = forget
-        self._direct = direct
         self._pulls = (seed.lane == 0) == seed.dialer
         self._expected: _Expected | None = None
         self._readings: set[Reading] = set()
@@ -108,11 +107,10 @@ class ShmPath(StreamPath):
             return super().fetch(grant_id, landing, nbytes)
         self._require_side()
         cache = self._side.cache(_number(expected.ticket))
-        if self._direct:
+        into: Span | Batches = landing
+        if expected.span.direct and expected.span.regions[0].device is None:
             landing.close()
-            into: Span | Batches = expected.span
-        else:
-            into = landing
+            into = expected.span
         reading = Reading(self._seed.workers, cache, expected.reading, into, nbytes=nbytes)
         if not reading.settled.done():
             self._readings.add(reading)

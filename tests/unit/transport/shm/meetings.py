@@ -27,7 +27,8 @@ class Kind(ShmPaths):
     """Keeps what it refused."""
 
     def __init__(self, *, process_reads: str = "auto") -> None:
-        super().__init__(HostMemory(), Log(), process_reads=process_reads)
+        self.memory = HostMemory()
+        super().__init__(self.memory.publications, Log(), process_reads=process_reads)
         self.reasons: list[str] = []
 
     def refused(self, reason: str) -> None:

@@ -44,14 +44,14 @@ class Link:
         grant, source = secrets.token_bytes(16), self.sources[lane]
         ticket = source.describe(grant, Span(regions, lambda: rows))
         kind = self.accepting if lane == 0 else self.meeting
-        return grant, ticket, source.serve(grant, kind._memory.lending(regions, rows), int(rows[:, 2].sum()))
+        return grant, ticket, source.serve(grant, kind.memory.lending(regions, rows), int(rows[:, 2].sum()))
 
     def fetch(
         self, grant: bytes, ticket: bytes | None, src: Rows, dst: Rows, into: tuple[Region, ...], lane: int = 0
     ) -> Transfer:
         kind = self.meeting if lane == 0 else self.accepting
         self.pullers[lane].expect(grant, ticket, lambda: src, Span(into, lambda: dst))
-        return self.pullers[lane].fetch(grant, kind._memory.landing(into, dst), int(dst[:, 2].sum()))
+        return self.pullers[lane].fetch(grant, kind.memory.landing(into, dst), int(dst[:, 2].sum()))
 
     async def pull(self, regions: tuple[Region, ...], *, lane: int = 0) -> bytes:
         """The first tensor, whole."""

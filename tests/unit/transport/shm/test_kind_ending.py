@@ -53,7 +53,7 @@ async def test_without_descriptors_nobody_is_let_in_the_loop_stays_free_and_it_p
 async def test_a_meeting_without_descriptors_is_an_error_and_works_later() -> None:
     async with kinds() as (accepting, meeting):
         for kind in (accepting, meeting):
-            assert kind._memory.publications.page.nbytes
+            assert kind._publications.page.nbytes
         at_first = 0
         for free in (0, 1, 2):
             token = secrets.token_bytes(16)

@@ -50,12 +50,12 @@ async def test_memory_that_must_not_be_read_is_streamed(lane: int) -> None:
 async def test_caches_beyond_the_limit_are_streamed_though_no_connection_was_expected(lane: int) -> None:
     async with linked() as link:
         source = link.accepting if lane == 0 else link.meeting
-        free, source._memory.publications._free = source._memory.publications._free, []
+        free, source._publications._free = source._publications._free, []
         regions = file_regions()
         said = fill(regions)
         for _ in range(3):
             assert await link.pull(regions, lane=lane) == said[0]
-        source._memory.publications._free = free
+        source._publications._free = free
         assert (await link.grant(regions, WHOLE, lane=lane))[1] is not None
         assert await link.pull(regions, lane=lane) == said[0]
 
@@ -131,7 +131,7 @@ async def test_a_ticket_of_a_cache_that_is_gone_opens_nothing() -> None:
     async with linked() as link:
         regions = file_regions()
         grant, ticket, _ = await link.grant(regions, WHOLE)
-        link.accepting._memory.publications.withdraw(regions, lambda: None)
+        link.accepting._publications.withdraw(regions, lambda: None)
         with pytest.raises(LLMException, match="took its cache away"):
             link.fetch(grant, ticket, WHOLE, WHOLE, heap_regions())
 
@@ -162,7 +162,7 @@ async def test_a_cache_that_is_dropped_while_it_is_read_is_an_error_and_the_link
         fetching = link.fetch(grant, ticket, WHOLE, WHOLE, into)
         await gate.reached()
         over: list[bool] = []
-        link.accepting._memory.publications.withdraw(regions, lambda: over.append(True))
+        link.accepting._publications.withdraw(regions, lambda: over.append(True))
         await asyncio.sleep(0.05)
         assert not over, "the memory was given back while it was read"
         gate.open()
@@ -185,11 +185,11 @@ async def test_a_grant_that_was_not_described_or_is_over_is_streamed_or_nothing(
         for unexpected in (secrets.token_bytes(16), b""):
             link.pullers[0].expect(grant, ticket, lambda: WHOLE, Span(heap_regions(), lambda: WHOLE))
             with pytest.raises(ConnectionError, match="no payload connection"):
-                link.pullers[0].fetch(unexpected, link.meeting._memory.landing(heap_regions(), WHOLE), NBYTES)
+                link.pullers[0].fetch(unexpected, link.meeting.memory.landing(heap_regions(), WHOLE), NBYTES)
         link.pullers[0].expect(grant, ticket, lambda: WHOLE, Span(heap_regions(), lambda: WHOLE))
         link.pullers[0].give_up()
         with pytest.raises(ConnectionError, match="no payload connection"):
-            link.pullers[0].fetch(grant, link.meeting._memory.landing(heap_regions(), WHOLE), NBYTES)
+            link.pullers[0].fetch(grant, link.meeting.memory.landing(heap_regions(), WHOLE), NBYTES)
         for _ in range(2):
             link.sources[0].release(grant)
 
@@ -225,6 +225,6 @@ async def test_a_standing_cache_is_read_again_until_it_is_gone() -> None:
         for start in (0, NBYTES - 100):
             assert standing.read(1, start, [target.ctypes.data], 100)
             assert target.tobytes() == said[1][start : start + 100]
-        link.accepting._memory.publications.withdraw(regions, lambda: None)
+        link.accepting._publications.withdraw(regions, lambda: None)
         assert not standing.valid
         assert not standing.read(1, 0, [target.ctypes.data], 100)

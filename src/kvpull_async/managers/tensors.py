@@ -1,0 +1,64 @@
+"""The bytes of one tensor for the application: the memory itself where the host reaches it, else a copy of them.
+
+It must not know handles or data types.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpull_async._deadline import Deadline
+from kvpull_async.managers.dialect import Dialect
+from kvpull_async.managers.node import Node
+from kvpull_async.memory.base import Until
+from kvpull_async.registry import Entry
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+
+__all__ = ["tensor_bytes"]
+
+
+def tensor_bytes(node: Node, dialect: Dialect, entry: Entry, index: int) -> memoryview:
+    """Writable, over the memory itself; for memory of a device a read-only copy, for which this thread waits at most
+    `sync_kv_timeout`. LLM_KV_CACHE_NOT_EXIST once the cache is released.
+    """
+    if entry.regions[index].device is None:
+        return entry.views()[index]
+    token = object()
+    if not entry.claim(token):
+        raise _in_the_way(dialect, entry)
+    try:
+        entry.reach()
+        return _copied(node, entry, index).data
+    except LLMTimeoutError as error:
+        text = f"tensor {index} of cache {entry.cache_id}: {error}"
+        raise LLMTimeoutError(text, status_code=dialect.timeout_status, retry_safe=True) from error
+    finally:
+        entry.unclaim(token, node.loop)
+
+
+def _copied(node: Node, entry: Entry, index: int) -> NDArray[np.uint8]:
+    region = entry.regions[index]
+    copy, at = np.empty(region.nbytes, np.uint8), 0
+    until = Until(Deadline.after_ms(node.settings.sync_kv_timeout_ms))
+    whole = np.array([[0, 0, region.nbytes]], np.int64)
+    with closing(node.registry.backend.lending([region], whole, until=until)) as batches:
+        for batch in batches:
+            for piece in batch:
+                np.copyto(copy[at : at + piece.nbytes], np.frombuffer(piece, np.uint8))
+                at += piece.nbytes
+    copy.flags.writeable = False  # whoever writes there means the device
+    return copy
+
+
+def _in_the_way(dialect: Dialect, entry: Entry) -> LLMException:
+    """Why the memory cannot be used."""
+    if not entry.alive:
+        text = f"cache {entry.cache_id} was released"
+        return LLMException(text, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+    if entry.quarantined:
+        text = f"cache {entry.cache_id} is quarantined: something may still write there"
+        return LLMTimeoutError(text, status_code=dialect.timeout_status, destination_unsafe=True, retry_safe=True)
+    return LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
