@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpull_async import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, LLMException, LLMRole
-from tests import duo
+from tests import duo, npu
 from tests.conformance.api import Api
 from tests.integration.content import content
 
@@ -95,9 +95,9 @@ class Ends:
             registers = self.way in ("read", "streamed")
         key = {"blocks_cache_key": BlocksCacheKey(node.cluster_id, model)} if blocks else {}
         if registers:
-            arrays = [np.empty((shape.entries, shape.entry_nbytes), np.uint8) for _ in range(shape.num_tensors)]
+            arrays = [npu.room(shape.entries, shape.entry_nbytes) for _ in range(shape.num_tensors)]
             register = manager.register_blocks_cache if blocks else manager.register_cache
-            cache = await self.api.do(register, shape, [array.ctypes.data for array in arrays], **key, **options)
+            cache = await self.api.do(register, shape, npu.addresses(arrays), **key, **options)
             made = Stock(cache, arrays)
         else:
             allocate = manager.allocate_blocks_cache if blocks else manager.allocate_cache

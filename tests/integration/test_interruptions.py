@@ -8,7 +8,6 @@ import asyncio
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvpull_async import CacheDesc, CacheKey, CacheKeyByIdAndIndex, LLMException, LLMRole, LLMStatusCode
@@ -16,7 +15,7 @@ from kvpull_async.linkage import LinkState
 from kvpull_async.protocol import frames
 from kvpull_async.serve import Serving
 from kvpull_async.testing.faults import GatedMemory
-from tests import duo
+from tests import duo, npu
 from tests.inject import gated_memories
 from tests.integration.own_loop import loop_pair, outcome, within
 from tests.loop_nodes import eventually
@@ -130,9 +129,9 @@ async def test_p7_source_memory_taken_back_during_a_pull(
     memories = gated_memories(monkeypatch, after=0 if desc is duo.SMALL else 1)
     async with duo.duo(transport=path, settle_timeout=20_000 if in_time else 100) as pair:
         gate = memories[0].lending_gate
-        memory = np.full((desc.num_tensors, desc.size), 7, np.uint8)
+        memory = npu.room(desc.num_tensors, desc.size, fill=7)
         prompt, decoder = pair.prompt.cache_manager, pair.decoder.kv_cache_manager
-        registered = await prompt.register_cache(desc, [int(row.ctypes.data) for row in memory])
+        registered = await prompt.register_cache(desc, npu.addresses(memory))
         await pair.publish(desc)
         cache = await pair.destination(desc)
         gate.close(times=1)

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvpull_async import CacheDesc, DataType
-from tests import duo
+from tests import duo, npu
 from tests.conformance.api import AWAITED, Api
 from tests.inject import gated_copies
 from tests.integration.leased import INVALID, LONG, expired, key, leased, refused
@@ -63,10 +62,8 @@ async def test_what_became_of_a_key_is_told(api: Api) -> None:
         cache, pull = await n.destination(), n.decoder.kv_cache_manager.pull_cache
         await leased(n, 1, 2, 3, lease=None)
         await leased(n, 4, lease=1)
-        memory = np.zeros((4, 4, 1024), np.uint8)
-        registered = await api.do(
-            n.prompt.cache_manager.register_cache, duo.SMALL, [row.ctypes.data for row in memory], [key(5)]
-        )
+        memory = npu.room(4, 4096)
+        registered = await api.do(n.prompt.cache_manager.register_cache, duo.SMALL, npu.addresses(memory), [key(5)])
         await api.do(pull, key(1), cache)
         await n.api.until(lambda: n.prompt.counters.get("keys_consumed", 0) == 1)
         await api.do(manager.remove_cache_key, key(2))
@@ -141,8 +138,8 @@ async def test_a_key_that_was_pulled_leaves_no_timer() -> None:
 
 async def test_keys_of_registered_caches_end_too_and_their_memory_stays() -> None:
     async with nodes(AWAITED) as n:
-        manager, memory = n.prompt.cache_manager, np.full((4, 4, 1024), 7, np.uint8)
-        source = await manager.register_cache(duo.SMALL, [row.ctypes.data for row in memory])
+        manager, memory = n.prompt.cache_manager, npu.room(4, 4096, fill=7)
+        source = await manager.register_cache(duo.SMALL, npu.addresses(memory))
         await manager.publish_cache(source, [key(1)], lease=50)
         await expired(n)
         cache = await n.destination()

@@ -18,6 +18,7 @@ from kvpull_async import CacheKey, LLMException, observe
 from kvpull_sync import LLMDataDist, LLMRole
 from tests import duo
 from tests.loop_nodes import event_log, eventually
+from tests.npu import emulated
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 BOUND = 20.0
@@ -98,7 +99,9 @@ def test_the_helpers_show_both_sides_on_standard_error(helper: str) -> None:
 STARTED = {"operation", "pull_id", "local_cluster_id", "cluster_id", "key", "traceparent"}
 PULL = STARTED | {"peer", "path", "queue_ms", "connect_ms", "request_ms"}
 SERVE = {"local_cluster_id", "cluster_id", "peer", "pull_id", "request_id", "key", "traceparent"}
+NPU = {"device_id", "library", "soc", "version", "missing"}
 FIELDS: dict[str, set[str]] = {
+    "memory.chosen": {"local_cluster_id", "backend", "reason"} | (NPU if emulated() else set()),
     "link.listening": {"local_cluster_id", "address"},
     "link.up": {"local_cluster_id", "cluster_id", "peer", "path", "why", "dialled", "protocol"},
     "link.lost": {"local_cluster_id", "cluster_id", "peer", "reason"},
@@ -267,7 +270,8 @@ async def test_the_callers_events_are_written_on_its_thread_and_the_cores_on_non
     async with duo.duo() as pair:
         await pair.publish()
         await pulls(pair, 4)
-    assert threads == {"pull": {"MainThread"}, "serve": {"kvpull-log"}, "link": {"kvpull-log"}, "cache": {"kvpull-log"}}
+    assert threads.pop("pull") == {"MainThread"}
+    assert threads == {kind: {"kvpull-log"} for kind in ("serve", "link", "cache", "memory")}
 
 
 async def test_what_the_caller_bound_to_its_context_stands_in_its_pulls(plain_structlog: None) -> None:

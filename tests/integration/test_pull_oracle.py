@@ -30,6 +30,7 @@ from kvpull_async import (
     LLMRole,
     LLMStatusCode,
 )
+from tests import npu
 from tests.conformance.api import AWAITED, BLOCKING, Api
 from tests.oracle import CacheModel, Descriptor, PullArguments, Refused, expected
 from tests.strategies import PullCase, pulls, thorough
@@ -111,8 +112,10 @@ class Example:
         desc, keys = described(model.descriptor), self._keys(model.descriptor, entry)
         call = self._pair.call
         if self._naming.registered:
-            self._memory = [np.frombuffer(bytes(tensor), np.uint8).copy() for tensor in model.tensors]
-            addresses = [tensor.ctypes.data for tensor in self._memory]
+            self._memory = [npu.room(len(tensor)) for tensor in model.tensors]
+            for room, tensor in zip(self._memory, model.tensors, strict=True):
+                room[:] = np.frombuffer(tensor, np.uint8)
+            addresses = npu.addresses(self._memory)
             if model.descriptor.blocks:
                 return call(self._manager.register_blocks_cache, desc, addresses, BlocksCacheKey(SOURCE, MODEL))
             return call(self._manager.register_cache, desc, addresses, keys)
@@ -120,7 +123,7 @@ class Example:
             cache = call(self._manager.allocate_blocks_cache, desc, BlocksCacheKey(SOURCE, MODEL))
         else:
             cache = call(self._manager.allocate_cache, desc, keys)
-        fill(self._manager, cache, model)
+        fill(cache, model)
         return cache
 
     def _keys(self, descriptor: Descriptor, entry: int) -> list[CacheKey]:
@@ -147,7 +150,7 @@ class Example:
         self._puller = destination.kv_cache_manager if older else destination.cache_manager
         make = self._puller.allocate_blocks_cache if model.descriptor.blocks else self._puller.allocate_cache
         cache = self._pair.call(make, described(model.descriptor))
-        fill(self._puller, cache, model)
+        fill(cache, model)
         return cache
 
     def pull(self, arguments: PullArguments) -> None:
@@ -170,10 +173,10 @@ class Example:
         return self.content()
 
     def content(self) -> list[bytes]:
-        return content(self._puller, self.destination)
+        return content(self.destination)
 
     def source_content(self) -> list[bytes]:
-        return content(self._manager, self.source)
+        return content(self.source)
 
     def consumes(self) -> bool:
         """Whether a successful pull uses the key up; as in the documentation, told from the arguments alone."""
@@ -219,14 +222,14 @@ def described(descriptor: Descriptor) -> CacheDesc:
     return CacheDesc(descriptor.num_tensors, list(descriptor.shape), DataType[descriptor.data_type])
 
 
-def fill(manager: Any, cache: Any, model: CacheModel) -> None:
+def fill(cache: Any, model: CacheModel) -> None:
+    views = npu.tensors(cache)
     for number, tensor in enumerate(model.tensors):
-        view = manager.get_cache_tensors(cache, number)[0].view()
-        view.reshape(-1).view(np.uint8)[:] = np.frombuffer(tensor, np.uint8)
+        views[number][:] = np.frombuffer(tensor, np.uint8)
 
 
-def content(manager: Any, cache: Any) -> list[bytes]:
-    return [manager.get_cache_tensors(cache, i)[0].view().tobytes() for i in range(cache.cache_desc.num_tensors)]
+def content(cache: Any) -> list[bytes]:
+    return [tensor.tobytes() for tensor in npu.tensors(cache)]
 
 
 def check(pair: Pair, case: PullCase, naming: Naming) -> None:

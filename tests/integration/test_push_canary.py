@@ -18,7 +18,7 @@ import pytest
 
 from kvpull_async import CacheKeyByIdAndIndex, LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.values import CacheDesc, LLMRole
-from tests import duo
+from tests import duo, npu
 from tests.inject import faulty_transports, gated_memories, stubborn_inproc
 from tests.integration.own_loop import LoopNode, Suspended, outcome, stopped_at, within
 from tests.integration.pushing import PUSHER, RECEIVER, Stock, desc, laid, options_for
@@ -87,8 +87,8 @@ async def stock(node: LoopNode, shape: CacheDesc, path: str) -> Stock:
         cache = await node.allocate(shape)
         made = Stock(cache, duo.arrays(cache))
     else:
-        arrays = [np.empty((shape.entries, shape.entry_nbytes), np.uint8) for _ in range(shape.num_tensors)]
-        addresses = [int(array.ctypes.data) for array in arrays]
+        arrays = [npu.room(shape.entries, shape.entry_nbytes) for _ in range(shape.num_tensors)]
+        addresses = npu.addresses(arrays)
         made = Stock(await within(node.manager.register_cache(shape, addresses, [], None, None).start()), arrays)
     made.set_canary()
     return made

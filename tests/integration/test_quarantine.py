@@ -20,7 +20,7 @@ from kvpull_async import CacheDesc, LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async import engine as engine_module
 from kvpull_async.testing.faults import Gate
 from kvpull_async.values import Placement
-from tests import duo
+from tests import duo, npu
 from tests.inject import gated_memories
 from tests.integration.own_loop import LoopPair, loop_pair, outcome, prefix_key, within
 
@@ -227,19 +227,19 @@ async def test_p1_memory_is_not_given_back_before_its_quarantine_is_over(held: A
     async with held(path, "streamed", settle_timeout=SHORT) as here:
         cache = await here.quarantined(timeout_ms=1000)
         arrays, manager = duo.arrays(cache), here.pair.puller.manager
-        used = here.pair.puller.engine.memory._inner._used
-        before = used[Placement.DEVICE]
+        memory = here.pair.puller.engine.memory
+        before = npu.used(memory, Placement.DEVICE)
         for _ in range(2):
             with pytest.raises(LLMException) as raised:
                 await within(manager.deallocate(cache, blocks=False).start())
             assert raised.value.status_code is LLMStatusCode.LLM_TIMEOUT
             assert raised.value.destination_unsafe
         assert cache.quarantined
-        assert used[Placement.DEVICE] == before
+        assert npu.used(memory, Placement.DEVICE) == before
         here.gate.open()
         await here.settled(cache)
         await within(manager.deallocate(cache, blocks=False).start())
-        assert used[Placement.DEVICE] < before
+        assert npu.used(memory, Placement.DEVICE) < before
         for array in arrays:
             array[:] = CANARY
         assert intact_after(arrays)
@@ -248,9 +248,9 @@ async def test_p1_memory_is_not_given_back_before_its_quarantine_is_over(held: A
 async def test_p1_memory_of_the_caller_is_not_released_before_its_quarantine_is_over(held: Any) -> None:
     async with held("tcp", "streamed", settle_timeout=SHORT) as here:
         desc = here.desc
-        memory = np.zeros((desc.num_tensors, desc.size), np.uint8)
+        memory = npu.room(desc.num_tensors, desc.size)
         manager = here.pair.puller.manager
-        addresses = [int(row.ctypes.data) for row in memory]
+        addresses = npu.addresses(memory)
         cache = await within(manager.register_cache(desc, addresses, [], None).start())
         task = await here.held_pull(cache, timeout=1000)
         assert isinstance(await outcome(task), LLMTimeoutError)

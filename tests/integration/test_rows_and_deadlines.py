@@ -14,7 +14,7 @@ import pytest
 from kvpull_async import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.managers import checks
 from kvpull_async.memory.base import FEW_ROWS
-from tests import duo
+from tests import duo, npu
 
 MANY = 60_000  # one-byte blocks: few bytes, so they ride on the grant
 DESC = CacheDesc(1, [MANY, 1], DataType.DT_UINT8)
@@ -35,22 +35,22 @@ async def test_p6_many_tiny_blocks_are_put_in_place_off_the_loop(pair: Any, monk
         for name in ("landing", "lending"):
             made = getattr(backend, name)
 
-            def watched(regions: Any, rows: Any, *, made: Any = made) -> Any:
+            def watched(regions: Any, rows: Any, *, made: Any = made, **options: Any) -> Any:
                 if len(rows) > FEW_ROWS:
                     copied.append(threading.current_thread().name)
-                return made(regions, rows)
+                return made(regions, rows, **options)
 
             monkeypatch.setattr(backend, name, watched)
     source = await pair.prompt.cache_manager.allocate_blocks_cache(DESC, BlocksCacheKey(duo.PROMPT, 5))
     target = await pair.decoder.cache_manager.allocate_blocks_cache(DESC)
-    np.frombuffer(source._binding.views()[0], np.uint8)[:] = np.arange(MANY) % 251
+    npu.tensors(source)[0][:] = np.arange(MANY) % 251
     order = list(range(0, MANY, 2)) + list(range(1, MANY, 2))  # no two neighbours, so nothing merges
     await pair.decoder.cache_manager.pull_blocks(
         BlocksCacheKey(duo.PROMPT, 5), target, order, order[::-1], timeout=60_000
     )
     expected = np.zeros(MANY, np.uint8)
     expected[order[::-1]] = np.array(order) % 251
-    assert np.array_equal(np.frombuffer(target._binding.views()[0], np.uint8), expected)
+    assert np.array_equal(npu.tensors(target)[0], expected)
     assert len(copied) == 2
     assert not here & set(copied)
     await pair.prompt.cache_manager.deallocate_blocks_cache(source)

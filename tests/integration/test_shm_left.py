@@ -13,7 +13,7 @@ import pytest
 
 from kvpull_async import CacheDesc, CacheKey, DataType
 from kvpull_async.values import LLMRole, Placement
-from tests import duo
+from tests import duo, npu
 from tests.integration.content import content
 from tests.integration.own_loop import outcome, within
 from tests.integration.processes import Footprint, child, descriptors, mappings
@@ -76,7 +76,7 @@ async def test_p8_two_thousand_small_caches_in_one_process_leave_nothing() -> No
 
 async def test_p7_memory_counts_until_the_peer_has_it_mapped_no_more() -> None:
     async with duo.node(LLMRole.PROMPT, duo.PROMPT, listen=True, transport="shm") as prompt:
-        used = duo.engine_of(prompt).memory._used
+        memory = duo.engine_of(prompt).memory
         async with child("DECODER", duo.DECODER, transport="shm") as decode:
             assert prompt.listen_address is not None
             await decode.ask("link", "linked", cluster=duo.PROMPT, address=list(prompt.listen_address))
@@ -92,12 +92,12 @@ async def test_p7_memory_counts_until_the_peer_has_it_mapped_no_more() -> None:
                     await prompt.kv_cache_manager.remove_cache_key(key)
                 await prompt.kv_cache_manager.deallocate_cache(offered)
                 await asyncio.sleep(0.1)
-                assert used[Placement.DEVICE] >= desc.size * desc.num_tensors, "its pages are still there"
+                assert npu.used(memory, Placement.DEVICE) >= desc.size * desc.num_tensors, "its pages are still there"
                 if how == "stopped":
                     decode.go_on()
                 else:
                     decode.kill()
-                await eventually(lambda: used[Placement.DEVICE] == 0)
+                await eventually(lambda: npu.used(memory, Placement.DEVICE) == 0)
 
 
 async def test_p7_p8_a_puller_killed_in_the_middle_leaves_nothing_pinned() -> None:
@@ -128,7 +128,7 @@ async def test_p7_p8_a_puller_killed_in_the_middle_leaves_nothing_pinned() -> No
         await within(prompt.kv_cache_manager.deallocate_cache(offered))
         for key in duo.keys(desc):
             await prompt.kv_cache_manager.remove_cache_key(key)
-        assert sum(engine.memory._used.values()) == 0
+        assert npu.used(engine.memory) == 0
 
 
 @each_kind

@@ -19,7 +19,7 @@ from kvpull_async import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from tests import duo
+from tests import duo, npu
 from tests.conformance.api import AWAITED, BLOCKING, Api
 from tests.integration.content import content
 from tests.integration.pushing import CANARY, PUSHER, RECEIVER, SIZES, WAYS, Ends, desc, ends, options_for
@@ -284,7 +284,7 @@ def test_the_older_manager_sends_from_a_prompt_node(way: str, api: Api) -> None:
             source = await api.do(prompt.kv_cache_manager.allocate_cache, duo.SMALL)
             destination = await api.do(decoder.kv_cache_manager.allocate_cache, duo.SMALL)
             duo.fill(source)
-            place = [array[3].ctypes.data for array in duo.arrays(destination)]
+            place = [npu.address(array[3]) for array in duo.arrays(destination)]
             held = Held()
             send = prompt.kv_cache_manager.transfer_cache_async
             task = send(source, held, [TransferConfig(2, place, src_batch_index=1)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvpull_async import LLMStatusCode, TransferConfig
-from tests import duo
+from tests import duo, npu
 from tests.conformance.api import AWAITED, BLOCKING, Api
 from tests.integration.pushing import RECEIVER, WAYS, desc, ends
 from tests.integration.transfers import BY_ADDRESS, OK, addresses, check, sent, transfer
@@ -27,7 +27,7 @@ def test_only_what_lies_in_a_cache_of_the_receiver_is_an_address(way: str) -> No
             stranger = np.zeros(4096, np.uint8)
             good = addresses(destination)
             size = source.arrays[0].shape[1]
-            behind = destination.arrays[3][2].ctypes.data + 1
+            behind = npu.address(destination.arrays[3][2]) + 1
             for wrong in (0, 1, stranger.ctypes.data, good[3] - 1, behind, 2**64 - 1):
                 statuses = await sent(e, source, [TransferConfig(RECEIVER, [*good[:3], wrong])])
                 assert statuses not in ([OK], [None])

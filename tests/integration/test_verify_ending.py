@@ -27,9 +27,7 @@ ways = pytest.mark.parametrize("way", ["inproc", "tcp", "mapped", "read"])
 
 
 def gated(node: Any, *, after: int = 0) -> GatedMemory:
-    registry = duo.engine_of(node).registry
-    registry.backend = made = GatedMemory(registry.backend, after=after)
-    return made
+    return duo.gate(node, after=after)
 
 
 @contextlib.asynccontextmanager

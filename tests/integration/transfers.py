@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvpull_async import LLMStatusCode
+from tests import npu
 from tests.integration.pushing import Ends, Stock, laid
 from tests.transferring import Ready
 
@@ -17,7 +18,7 @@ BY_ADDRESS = {"enable_remote_cache_accessible": False}
 
 def addresses(stock: Stock, layers: range = range(2), *, entry: int = 0) -> list[int]:
     """Of that entry, of both tensors of each layer."""
-    return [stock.arrays[2 * layer + tensor][entry].ctypes.data for layer in layers for tensor in (0, 1)]
+    return [npu.address(stock.arrays[2 * layer + tensor][entry]) for layer in layers for tensor in (0, 1)]
 
 
 def check(destination: Stock, *pieces: tuple[int, int, Any]) -> None:

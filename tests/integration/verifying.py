@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMException, LLMStatusCode
-from kvpull_async.memory.base import Batches, MemoryBackend, Region
+from kvpull_async.memory.base import Batches, MemoryBackend, Region, Until
 from kvpull_async.testing.faults import WrappedMemory
 from tests import duo
 from tests.integration.pushing import PUSHER, Ends, Stock
@@ -28,8 +28,8 @@ class Damaging(WrappedMemory):
         self.armed = True
         self._before = before
 
-    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64]) -> Batches:
-        lent = super().lending(regions, segments)
+    def lending(self, regions: Sequence[Region], segments: NDArray[np.int64], *, until: Until | None = None) -> Batches:
+        lent = super().lending(regions, segments, until=until)
         if not self.armed:
             return lent
         self.armed = False

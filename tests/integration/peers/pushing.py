@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvpull_async import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMException
-from tests import duo
+from tests import duo, npu
 from tests.integration.content import SPOILT
 from tests.integration.peers.node import Peer, main, say
 from tests.integration.pushing import Stock
@@ -28,8 +28,8 @@ class PushingPeer(Peer):
         """A cache of two tensors with two entries, of the bytes of `seed`, or of the canary."""
         desc, manager = CacheDesc(2, [2, nbytes], DataType.DT_UINT8), self._node.cache_manager
         if by_address:
-            arrays = [np.empty((2, nbytes), np.uint8) for _ in range(2)]
-            made = Stock(await manager.register_cache(desc, [array.ctypes.data for array in arrays]), arrays)
+            arrays = [npu.room(2, nbytes) for _ in range(2)]
+            made = Stock(await manager.register_cache(desc, npu.addresses(arrays)), arrays)
         else:
             cache = await manager.allocate_cache(desc)
             made = Stock(cache, duo.arrays(cache))

@@ -22,11 +22,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kvpull_async import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMDataDist, LLMException, LLMRole
 from kvpull_async.memory.copying import ACCELERATED
-from tests import duo
+from tests import duo, npu
 from tests.integration.content import SPOILT, content
 from tests.integration.processes import descriptors, few_descriptors, mappings
 
@@ -72,9 +70,9 @@ class Source:
         manager = self._node.cache_manager
         keys = [CacheKey(self._node.cluster_id, key + entry) for entry in range(desc.entries)]
         if kind == "registered":
-            memory = [np.empty((desc.entries, desc.entry_nbytes), np.uint8) for _ in range(desc.num_tensors)]
+            memory = [npu.room(desc.entries, desc.entry_nbytes) for _ in range(desc.num_tensors)]
             self._fill(memory, key, generation)
-            cache = await manager.register_cache(desc, [int(array.ctypes.data) for array in memory], keys)
+            cache = await manager.register_cache(desc, npu.addresses(memory), keys)
             return Published(cache, memory, kind, keys)
         if kind == "blocks":
             blocks = await manager.allocate_blocks_cache(desc, BlocksCacheKey(self._node.cluster_id, key))
@@ -120,7 +118,7 @@ class Source:
         """Register the memory of an allocated cache under another key."""
         first = self._published[of]
         keys = [CacheKey(self._node.cluster_id, key)]
-        addresses = [int(array.ctypes.data) for array in first.arrays]
+        addresses = npu.addresses(first.arrays)
         cache = await self._node.cache_manager.register_cache(first.cache.cache_desc, addresses, keys)
         self._published[key] = Published(cache, [], "registered", keys)
         say("published", cache_id=cache.cache_id)
@@ -177,7 +175,7 @@ class Source:
             threads=len([thread for thread in threading.enumerate() if thread.name.startswith("kvpull")]),
             tasks=len(engine.core.pending()),
             busy=[entry.cache_id for entry in engine.registry.entries() if entry.busy],
-            used=sum(engine.memory._used.values()),
+            used=npu.used(engine.memory),
             accelerated=ACCELERATED,
         )
 

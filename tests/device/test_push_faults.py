@@ -1,0 +1,3 @@
+"""On an NPU: see the module of the same name."""
+
+from tests.integration.test_push_faults import *  # noqa: F403
