@@ -6,10 +6,12 @@
 #   make test JOBS=0 ARGS="-s"      in one process, for a debugger or to see what is printed
 #   make test PYTHON=python3.13     on another interpreter (.venv is rebuilt when PYTHON differs from last time)
 #   make test EXTRAS=test,compat    with torch, so that nothing is skipped (its default build takes gigabytes)
+#   make demo DEVICE=acl-emulator   the demo in the memory of an emulated NPU (needs gcc); DEVICE=acl: of a real one
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+DEVICE ?=
 EXTRAS ?= test
 JOBS ?= 2
 
@@ -21,11 +23,16 @@ TESTED := $(VENV)/.test-$(EXTRAS)
 COMPLETE := PATH="$(abspath $(BIN)):$$PATH" python -m pyright --ignoreexternal --verifytypes
 TYPED := $(wildcard src examples benchmarks tests/conftest.py tests/house.py tests/typing)
 
+ifneq ($(filter-out acl acl-emulator,$(DEVICE)),)
+$(error DEVICE is "$(DEVICE)", it can be acl or acl-emulator)
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format type bench clean force
 
 help:
-	@echo "make demo    two processes: one prefills, the other pulls its KV cache and decodes"
+	@echo "make demo    two processes: one prefills, the other pulls its KV cache and decodes;"
+	@echo "             DEVICE=acl: in the memory of an NPU, DEVICE=acl-emulator: of an emulated one"
 	@echo "make test    the full test suite"
 	@echo "make lint    ruff: rules and formatting"
 	@echo "make format  let ruff mend what it can"
@@ -33,8 +40,16 @@ help:
 	@echo "make bench   throughput and latency, beside plain sockets (ARGS=--help tells more)"
 	@echo "make clean   remove .venv and everything generated"
 
+# DEVICE=acl insists on an NPU, DEVICE=acl-emulator builds one in software; without it, whatever is there.
 demo: $(VENV)/.run
+ifeq ($(DEVICE),acl-emulator)
+	home=$$($(BIN)/python -m tests.acl_emulator) && \
+	ASCEND_HOME_PATH=$$home KVPULL_DEVICE_BACKEND=acl $(BIN)/python examples/prefill_decode.py $(ARGS)
+else ifeq ($(DEVICE),acl)
+	KVPULL_DEVICE_BACKEND=acl $(BIN)/python examples/prefill_decode.py $(ARGS)
+else
 	$(BIN)/python examples/prefill_decode.py $(ARGS)
+endif
 
 test: $(TESTED)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)

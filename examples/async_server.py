@@ -57,6 +57,7 @@ async def run_prefill() -> None:
     """Reads prompts until its parent closes the pipe."""
     parent = await Parent.connect()
     config = LLMConfig()
+    config.device_backend = "host"  # numpy reads and writes the caches: not in the memory of an NPU
     config.listen_ip_info = "127.0.0.1:0"
     datadist = LLMDataDist(LLMRole.PROMPT, PREFILL_CLUSTER)
     await datadist.init(config.generate_options())
@@ -286,7 +287,9 @@ async def run_server(port: int, *, testing: bool) -> int:
     try:
         model = await asyncio.to_thread(TinyTransformer, CONFIG)
         address = await child.hear("listening")
-        await datadist.init(LLMConfig().generate_options())
+        config = LLMConfig()
+        config.device_backend = "host"
+        await datadist.init(config.generate_options())
         async with datadist:
             cluster = await _link(datadist, address)
             desc = CacheDesc(CONFIG.kv_tensors, [SLOTS, CONFIG.max_seq, CONFIG.kv_width], DataType.DT_FLOAT)

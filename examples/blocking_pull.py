@@ -35,6 +35,7 @@ def known_values(tensor: int, entry: int) -> NDArray[np.float32]:
 def prompt_process(pipe: Connection) -> None:
     """Allocates, fills, publishes under keys, and waits until the other side is done."""
     llm_config = LLMConfig()
+    llm_config.device_backend = "host"  # numpy reads and writes the caches: not in the memory of an NPU
     llm_config.listen_ip_info = "127.0.0.1:0"
     datadist = LLMDataDist(LLMRole.PROMPT, PROMPT_CLUSTER)
     datadist.init(llm_config.generate_options())
@@ -56,6 +57,7 @@ def prompt_process(pipe: Connection) -> None:
 def decoder_process(ip: str, port: int) -> bool:
     """Links, pulls in three ways, compares; True when all bytes are right."""
     llm_config = LLMConfig()
+    llm_config.device_backend = "host"  # numpy reads and writes the caches: not in the memory of an NPU
     llm_config.sync_kv_timeout = 30_000
     datadist = LLMDataDist(LLMRole.DECODER, DECODER_CLUSTER)
     datadist.init(llm_config.generate_options())

@@ -33,30 +33,24 @@ from demo_plan import (
     request_id,
     scattered_tables,
 )
+from kv_places import Contiguous, Paged
 from kvpull_async import (
     BlocksCacheKey,
-    Cache,
-    CacheDesc,
     CacheKey,
-    DataType,
-    KvCache,
     LLMClusterInfo,
     LLMConfig,
     LLMDataDist,
     LLMRole,
     LLMStatusCode,
-    Placement,
 )
 from line_pipe import Message, Parent
 from tiny_transformer import (
-    F32,
     ContiguousKV,
     KVMemory,
     PagedKV,
     TinyTransformer,
     contiguous_arrays,
     continue_greedily,
-    paged_arrays,
 )
 
 PAGED = (Way.KEY_TO_BLOCKS, Way.BLOCKS_TO_BLOCKS)
@@ -79,7 +73,7 @@ class Request:
 
 class PullEvents(logging.Handler):
     """What the library's events tell: where the time of all pulls went (ms, by phase), by which transports, and why by
-    those.
+    those; and which memory the caches are in.
     """
 
     def __init__(self) -> None:
@@ -87,9 +81,12 @@ class PullEvents(logging.Handler):
         self.phases: dict[str, float] = {}
         self.transports: set[str] = set()
         self.why = ""
+        self.memory: dict[str, Any] = {}
 
     def note(self, fields: Mapping[str, Any]) -> None:
         """Add one event."""
+        if fields.get("event") == "memory.chosen":
+            self.memory = {name: fields.get(name) for name in ("backend", "reason", "device_id", "soc")}
         if fields.get("event") == "link.up":
             self.why = fields["why"]
         if fields.get("event") != "pull.finished":
@@ -124,13 +121,9 @@ class PullEvents(logging.Handler):
 class DecodeNode:
     """Two caches, a contiguous one and a paged one, and the pulls into them."""
 
-    def __init__(
-        self, datadist: LLMDataDist, requests: list[Request], *, cache: KvCache, blocks: Cache, arrays: list[F32]
-    ) -> None:
-        self._datadist, self._cache, self._blocks, self._arrays = datadist, cache, blocks, arrays
-        manager = datadist.kv_cache_manager
-        # Views, not copies: what a pull delivers is where the model reads it.
-        self._tensors = [manager.get_cache_tensors(cache, index)[0].numpy() for index in range(CONFIG.kv_tensors)]
+    def __init__(self, datadist: LLMDataDist, requests: list[Request], *, entries: Contiguous, blocks: Paged) -> None:
+        self._datadist, self._entries, self._blocks = datadist, entries, blocks
+        self.on_npu = entries.on_npu
         contiguous, paged = _contiguous(requests), _paged(requests)
         # Entries in reverse: where a prompt lands here has nothing to do with where it lies at the source.
         self._entry = {request.number: entry for entry, request in enumerate(reversed(contiguous))}
@@ -139,26 +132,29 @@ class DecodeNode:
 
     @classmethod
     async def open(cls, datadist: LLMDataDist, requests: list[Request]) -> DecodeNode:
-        """Let the library allocate the contiguous cache, and tell it the addresses of the paged one, which is ours."""
-        shape = [len(_contiguous(requests)), CONFIG.max_seq, CONFIG.kv_width]
-        desc = CacheDesc(CONFIG.kv_tensors, shape, DataType.DT_FLOAT, placement=Placement.DEVICE)
-        cache = await datadist.kv_cache_manager.allocate_cache(desc)
-        arrays = paged_arrays(CONFIG, DECODE_BLOCKS, block_size=BLOCK_SIZE)
-        desc = CacheDesc(len(arrays), list(arrays[0].shape), DataType.DT_FLOAT, placement=Placement.DEVICE)
-        blocks = await datadist.cache_manager.register_blocks_cache(desc, [array.ctypes.data for array in arrays])
-        return cls(datadist, requests, cache=cache, blocks=blocks, arrays=arrays)
+        """Allocate the contiguous cache; the paged one is ours, where the host can reach it."""
+        entries = await Contiguous.allocate(datadist, len(_contiguous(requests)))
+        blocks = Paged(datadist, DECODE_BLOCKS, on_npu=entries.on_npu)
+        await blocks.open()
+        return cls(datadist, requests, entries=entries, blocks=blocks)
 
     async def close(self) -> None:
-        """Give both caches back; only then may the arrays of the paged one be freed."""
-        self._tensors.clear()
-        await self._datadist.cache_manager.unregister_cache(self._blocks.cache_id)
-        await self._datadist.kv_cache_manager.deallocate_cache(self._cache)
+        """Give both caches back."""
+        await self._blocks.close()
+        await self._entries.close()
 
     def kv(self, request: Request) -> KVMemory:
         """The place of one prompt, as the model sees it."""
         if request.way in PAGED:
-            return PagedKV(self._arrays, self._table[request.number])
-        return ContiguousKV(self._tensors, self._entry[request.number])
+            return PagedKV(self._blocks.tensors, self._table[request.number])
+        return ContiguousKV(self._entries.tensors, self._entry[request.number])
+
+    async def load(self, request: Request) -> None:
+        """What was pulled becomes readable for the model, if it is not so already."""
+        if request.way in PAGED:
+            await self._blocks.load(self._table[request.number][: blocks_for(request.length)])
+        else:
+            await self._entries.load(self._entry[request.number])
 
     async def pull(self, request: Request) -> int:
         """Fetch one prompt's KV; returns the number of bytes asked for."""
@@ -172,7 +168,7 @@ class DecodeNode:
 
     async def _pull_whole(self, request: Request) -> int:
         """All tensors of the entry, used or not. This uses the key up: the source may then reuse the memory."""
-        await self._datadist.kv_cache_manager.pull_cache(request.key, self._cache, self._entry[request.number])
+        await self._datadist.kv_cache_manager.pull_cache(request.key, self._entries.cache, self._entry[request.number])
         return CONFIG.kv_tensors * CONFIG.max_seq * CONFIG.kv_row_bytes
 
     async def _pull_layers(self, request: Request) -> int:
@@ -181,7 +177,7 @@ class DecodeNode:
         for layers in (range(middle, CONFIG.layers), range(middle)):
             await self._datadist.kv_cache_manager.pull_cache(
                 request.key,
-                self._cache,
+                self._entries.cache,
                 self._entry[request.number],
                 src_layer_range=layers,
                 dst_layer_range=layers,
@@ -196,7 +192,7 @@ class DecodeNode:
         for offset, size in ((0, first), (first, used - first)):
             await self._datadist.kv_cache_manager.pull_cache(
                 request.key,
-                self._cache,
+                self._entries.cache,
                 self._entry[request.number],
                 size,
                 src_cache_offset=offset,
@@ -208,14 +204,15 @@ class DecodeNode:
         """Into the first blocks of our table: from the source's blocks, or from a contiguous entry cut into blocks."""
         dst_blocks = self._table[request.number][: blocks_for(request.length)]
         key = request.key if request.way is Way.KEY_TO_BLOCKS else BlocksCacheKey(PREFILL_CLUSTER, MODEL_ID)
+        assert self._blocks.cache is not None
         await self._datadist.cache_manager.pull_blocks(
-            key, self._blocks, src_blocks=request.src_blocks, dst_blocks=dst_blocks
+            key, self._blocks.cache, src_blocks=request.src_blocks, dst_blocks=dst_blocks
         )
         return CONFIG.kv_tensors * len(dst_blocks) * BLOCK_SIZE * CONFIG.kv_row_bytes
 
     def spoil(self, request: Request) -> None:
         """Flip one bit of what was pulled: the demo must notice, or its comparison proves nothing."""
-        memory = self._arrays[-1] if request.way in PAGED else self._tensors[-1]
+        memory = self._blocks.tensors[-1] if request.way in PAGED else self._entries.tensors[-1]
         place = self._table[request.number][0] if request.way in PAGED else self._entry[request.number]
         memory[place].view(np.uint8)[0, 3] ^= 0x80
 
@@ -237,16 +234,17 @@ async def run_decode() -> None:
         return
     config = LLMConfig()
     config.sync_kv_timeout = PULL_TIMEOUT_MS
+    events = PullEvents.listen()
     datadist = LLMDataDist(LLMRole.DECODER, DECODE_CLUSTER)
     await datadist.init(config.generate_options())
     async with datadist:
-        events = PullEvents.listen()
         cluster = await _link(datadist, job, parent=parent)
         requests = [Request(**{**item, "way": Way(item["way"])}) for item in job["requests"]]
         node = await DecodeNode.open(datadist, requests)
         await _pull_all(node, requests, parent=parent, spoiled=job["spoiled"])
         await _decode_all(node, requests, parent=parent)
-        parent.say("finished", phases=events.phases, transports=sorted(events.transports), why=events.why)
+        heard = {"phases": events.phases, "transports": sorted(events.transports), "why": events.why}
+        parent.say("finished", memory=events.memory, on_npu=node.on_npu, **heard)
         await node.close()
         await datadist.unlink_clusters([cluster], timeout=LINK_TIMEOUT_MS)
     parent.say("bye")
@@ -270,6 +268,7 @@ async def _pull_all(node: DecodeNode, requests: list[Request], *, parent: Parent
         began = time.perf_counter()
         nbytes = await node.pull(request)
         seconds = time.perf_counter() - began
+        await node.load(request)
         if request.number == spoiled:
             node.spoil(request)
         parent.say(

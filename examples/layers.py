@@ -23,6 +23,7 @@ KEY = CacheKey(1, req_id=0)
 
 async def start(node: LLMDataDist, *, listen: bool) -> None:
     config = LLMConfig()
+    config.device_backend = "host"  # numpy reads and writes the caches: not in the memory of an NPU
     config.transfer_backend = "tcp"
     config.sync_kv_timeout = 30_000
     if listen:

@@ -42,6 +42,7 @@ F32 = NDArray[np.float32]
 
 async def start(node: LLMDataDist, *, listen: bool) -> CacheManager:
     config = LLMConfig()
+    config.device_backend = "host"  # numpy reads and writes the caches: not in the memory of an NPU
     config.enable_cache_manager = True
     config.sync_kv_timeout = 30_000
     if listen:

@@ -95,6 +95,7 @@ def numbers(name: str, layer: int, tokens: int) -> F32:
 def started(role: LLMRole, cluster_id: int, *, listen: bool) -> LLMDataDist:
     """A node of this process."""
     config = LLMConfig()
+    config.device_backend = "host"  # numpy reads and writes the caches: not in the memory of an NPU
     config.enable_cache_manager = True
     config.sync_kv_timeout = 30_000
     if listen:

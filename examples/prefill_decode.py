@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from decode_node import run_decode
 from demo_plan import CONFIG, IN_WORDS, NEW_TOKENS, PROMPTS, Way, blocks_for
-from kvpull_async import observe
+from kvpull_async import LLMException, observe
 from line_pipe import Child, ChildFailed, Message, Parent
 from prefill_node import run_prefill
 from tiny_transformer import ContiguousKV, TinyTransformer, contiguous_arrays, continue_greedily, encode, greedy
@@ -30,6 +30,7 @@ TRANSPORTS = {
     "shm": "shm (shared memory: the decode process copies straight out of the prefill process's cache)",
     "tcp": "tcp (ordinary sockets, here between two processes of one machine)",
 }
+STAGED = "by way of page-locked memory on both sides, and a socket between them"
 INTRODUCTION = f"""\
 A language model that reads a text keeps notes for every word: its KV cache (keys and values). With them it can write
 the next words without reading everything again. Reading the prompt (PREFILL) and writing the answer (DECODE) often run
@@ -50,6 +51,8 @@ class Outcome:
     phases: dict[str, float] = field(default_factory=dict)
     transports: list[str] = field(default_factory=list)
     why: str = ""
+    memory: Message = field(default_factory=dict)
+    on_npu: list[bool] = field(default_factory=list)
     exit_codes: list[int] = field(default_factory=list)
 
 
@@ -104,6 +107,7 @@ async def _hear_prefill(prefill: Child, outcome: Outcome) -> Message:
     while message["event"] == "prefilled":
         outcome.prefilled[message["number"]] = message
         message = await prefill.hear("prefilled", "published")
+    outcome.on_npu.append(message["on_npu"])
     total = sum(item["length"] for item in outcome.prefilled.values())
     seconds = sum(item["seconds"] for item in outcome.prefilled.values())
     print(f"   It read {len(PROMPTS)} prompts ({total} tokens) in {_ms(seconds)} and published their keys and values:")
@@ -126,6 +130,8 @@ async def _hear_decode(decode: Child, prefill: Child, *, job: Message, outcome: 
         await _note(message, prefill, outcome=outcome)
         message = await decode.hear()
     outcome.phases, outcome.transports, outcome.why = message["phases"], message["transports"], message["why"]
+    outcome.memory = message["memory"]
+    outcome.on_npu.append(message["on_npu"])
 
 
 async def _note(message: Message, prefill: Child, *, outcome: Outcome) -> None:
@@ -183,13 +189,29 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms"
 
 
+def _place(outcome: Outcome) -> str:
+    """In which memory the caches of both processes were."""
+    if not any(outcome.on_npu):
+        return f"memory of the host on both sides: {outcome.memory.get('reason')}"
+    if not all(outcome.on_npu):
+        return "device memory of an NPU on one side, in memory of the host on the other"
+    soc = str(outcome.memory.get("soc"))
+    npu = "the emulated NPU" if "Emulated" in soc else "the NPU"
+    return f"device memory of {npu} on both sides (device {outcome.memory.get('device_id')}, {soc})"
+
+
+def _transport(name: str, outcome: Outcome) -> str:
+    return f"{name} ({STAGED})" if any(outcome.on_npu) else TRANSPORTS.get(name, name)
+
+
 def _print_totals(outcome: Outcome) -> None:
     nbytes = sum(item["bytes"] for item in outcome.pulled.values())
     seconds = sum(item["seconds"] for item in outcome.pulled.values())
     decoding = sum(item["seconds"] for item in outcome.decoded.values())
-    transport = " and ".join(TRANSPORTS.get(name, name) for name in outcome.transports)
+    transport = " and ".join(_transport(name, outcome) for name in outcome.transports)
     parts = ", ".join(f"{name} {milliseconds:.1f} ms" for name, milliseconds in outcome.phases.items())
     print(f"\n   Pulled: {nbytes / MILLION:.1f} MB in {_ms(seconds)}, {nbytes / seconds / BILLION:.2f} GB/s.")
+    print(f"   The KV cache lay in {_place(outcome)}.")
     print(f"   The transport used was {transport}.")
     print(f"   It was chosen when the two linked; the library's reason: {outcome.why}.")
     print(f"   Where the time went, by the library's own events: {parts}.")
@@ -242,6 +264,16 @@ async def run_demo(*, logs: bool, spoiled: int | None) -> int:
         return 1
 
 
+def run_child(role: str) -> int:
+    """One of the processes; a failure of the library is told without the way that led to it."""
+    try:
+        asyncio.run({"alone": run_alone, **ROLES}[role]())
+    except LLMException as error:
+        print(f"the {role} process: {error.status_code}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def main() -> int:
     """Command line; with a role this is one of the children."""
     parser = argparse.ArgumentParser(description="Prefill in one process, decode in another, and the KV cache between.")
@@ -255,8 +287,7 @@ def main() -> int:
         observe.json_lines(sys.stderr, level="DEBUG")
     try:
         if arguments.role is not None:
-            asyncio.run({"alone": run_alone, **ROLES}[arguments.role]())
-            return 0
+            return run_child(arguments.role)
         return asyncio.run(run_demo(logs=arguments.logs, spoiled=arguments.spoil))
     except KeyboardInterrupt:
         print("\nInterrupted; both processes have been stopped.")

@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 from demo_plan import (
-    BLOCK_SIZE,
     CONFIG,
     MODEL_ID,
     PREFILL_BLOCKS,
@@ -24,7 +23,8 @@ from demo_plan import (
     request_id,
     scattered_tables,
 )
-from kvpull_async import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMConfig, LLMDataDist, LLMRole, Placement
+from kv_places import Contiguous, Paged
+from kvpull_async import BlocksCacheKey, CacheKey, LLMConfig, LLMDataDist, LLMRole
 from line_pipe import Message, Parent
 from tiny_transformer import (
     ContiguousKV,
@@ -33,7 +33,6 @@ from tiny_transformer import (
     TinyTransformer,
     encode,
     greedy,
-    paged_arrays,
 )
 
 NUMBERS_BY_KEY = [number for number, (_, way) in enumerate(PROMPTS) if way is not Way.BLOCKS_TO_BLOCKS]
@@ -58,33 +57,21 @@ async def run_prefill() -> None:
 
 async def _publish_and_serve(datadist: LLMDataDist, parent: Parent) -> None:
     model = await asyncio.to_thread(TinyTransformer, CONFIG)
-    by_key = await _contiguous_caches(datadist)
-    arrays = paged_arrays(CONFIG, PREFILL_BLOCKS, block_size=BLOCK_SIZE)
+    keys = [CacheKey(PREFILL_CLUSTER, req_id=request_id(number), model_id=MODEL_ID) for number in NUMBERS_BY_KEY]
+    by_key = await Contiguous.allocate(datadist, len(keys), keys=keys)
+    paged = Paged(datadist, PREFILL_BLOCKS, on_npu=by_key.on_npu)
     lengths = [len(encode(PROMPTS[number][0])) for number in NUMBERS_IN_BLOCKS]
     tables = scattered_tables(lengths, num_blocks=PREFILL_BLOCKS, seed=3)
-    for number, kv in by_key.items():
-        await _prefill(model, number, kv=kv, parent=parent)
+    for entry, number in enumerate(NUMBERS_BY_KEY):
+        await _prefill(model, number, kv=ContiguousKV(by_key.tensors, entry), parent=parent)
+        await by_key.store(entry)
     for number, table in zip(NUMBERS_IN_BLOCKS, tables, strict=True):
-        await _prefill(model, number, kv=PagedKV(arrays, table), parent=parent, src_blocks=table)
-    desc = CacheDesc(len(arrays), list(arrays[0].shape), DataType.DT_FLOAT, placement=Placement.DEVICE)
-    blocks = await datadist.cache_manager.register_blocks_cache(
-        desc, [array.ctypes.data for array in arrays], BlocksCacheKey(PREFILL_CLUSTER, MODEL_ID)
-    )
-    parent.say("published")
+        await _prefill(model, number, kv=PagedKV(paged.tensors, table), parent=parent, src_blocks=table)
+    await paged.open(BlocksCacheKey(PREFILL_CLUSTER, MODEL_ID))
+    await paged.store([block for table in tables for block in table])
+    parent.say("published", on_npu=by_key.on_npu)
     await _serve(datadist, parent)
-    # The arrays are ours: they may be freed only after the library has let go of their addresses.
-    await datadist.cache_manager.unregister_cache(blocks.cache_id)
-
-
-async def _contiguous_caches(datadist: LLMDataDist) -> dict[int, KVMemory]:
-    """One cache for the batch, its i-th entry bound to the i-th key; and a view of each entry for the model."""
-    shape = [len(NUMBERS_BY_KEY), CONFIG.max_seq, CONFIG.kv_width]
-    desc = CacheDesc(CONFIG.kv_tensors, shape, DataType.DT_FLOAT, placement=Placement.DEVICE)
-    keys = [CacheKey(PREFILL_CLUSTER, req_id=request_id(number), model_id=MODEL_ID) for number in NUMBERS_BY_KEY]
-    manager = datadist.kv_cache_manager
-    cache = await manager.allocate_cache(desc, cache_keys=keys)
-    tensors = [manager.get_cache_tensors(cache, index)[0].numpy() for index in range(CONFIG.kv_tensors)]
-    return {number: ContiguousKV(tensors, entry) for entry, number in enumerate(NUMBERS_BY_KEY)}
+    await paged.close()
 
 
 async def _prefill(model: TinyTransformer, number: int, *, kv: KVMemory, parent: Parent, **extra: Any) -> None:

@@ -39,6 +39,7 @@ F32 = NDArray[np.float32]
 def config(*, listens: bool) -> dict[str, str]:
     """Both sides need remote cache access: a push names the receiver's memory."""
     made = LLMConfig()
+    made.device_backend = "host"  # numpy reads and writes the caches: not in the memory of an NPU
     made.enable_cache_manager = True
     made.enable_remote_cache_accessible = True
     made.sync_kv_timeout = MILLISECONDS

@@ -41,6 +41,7 @@ class Node:
 
     def __init__(self, cluster_id: int, role: LLMRole, pipe: Connection) -> None:
         config = LLMConfig()
+        config.device_backend = "host"  # numpy reads and writes the caches: not in the memory of an NPU
         config.enable_cache_manager = True
         config.sync_kv_timeout = 30_000
         if role is LLMRole.PROMPT:

@@ -45,6 +45,7 @@ def known_values(index: int) -> torch.Tensor:
 def started(role: LLMRole, cluster_id: int, *, listen: bool) -> LLMDataDist:
     """A node of this process."""
     config = LLMConfig()
+    config.device_backend = "host"  # torch on the CPU reads and writes the caches: not in the memory of an NPU
     config.enable_cache_manager = True
     config.sync_kv_timeout = 30_000
     if listen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.acl_emulator import build
 from tests.torch_cpu import torch_cpu
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -19,6 +21,7 @@ GONE_SECONDS = 30.0
 MARK = "KVPULL_TEST_MARK"
 
 pytestmark = pytest.mark.timeout(SECONDS + 2 * GONE_SECONDS)
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="the emulator is compiled with gcc")
 
 
 @pytest.fixture
@@ -131,6 +134,82 @@ def test_the_demo_says_what_travelled_and_how_and_that_the_answers_are_the_same(
     assert ended.stdout.count(" as from one process") == 10
     last = ended.stdout.splitlines()[-1]
     assert last == "OK: all 10 token sequences are identical to those of one process doing both."
+
+
+@pytest.fixture
+def with_an_npu(marked: dict[str, str]) -> dict[str, str]:
+    """The same on a machine that has an NPU, emulated."""
+    return {**marked, "ASCEND_HOME_PATH": str(build())}
+
+
+@pytest.mark.slow
+@needs_gcc
+def test_the_demo_runs_in_the_memory_of_an_npu_and_says_so(with_an_npu: dict[str, str]) -> None:
+    ended = run("prefill_decode.py", {**with_an_npu, "KVPULL_DEVICE_BACKEND": "acl"})
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stderr == ""  # the emulator would have said which rule was broken
+    assert "The KV cache lay in device memory of the emulated NPU on both sides" in ended.stdout
+    assert ended.stdout.count(" as from one process") == 10
+    last = ended.stdout.splitlines()[-1]
+    assert last == "OK: all 10 token sequences are identical to those of one process doing both."
+
+
+@pytest.mark.slow
+@needs_gcc
+@pytest.mark.parametrize("prompt", [2, 7])
+def test_a_wrong_bit_is_noticed_on_an_npu_too(prompt: int, with_an_npu: dict[str, str]) -> None:
+    ended = run(f"prefill_decode.py --spoil {prompt}", {**with_an_npu, "KVPULL_DEVICE_BACKEND": "acl"})
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1].startswith(f"FAILED: prompts with another cache or answer: [{prompt}]")
+
+
+def test_a_demo_that_insists_on_an_npu_says_what_is_missing(marked: dict[str, str]) -> None:
+    bare = {name: value for name, value in marked.items() if not name.startswith("ASCEND")}
+    ended = run("prefill_decode.py", {**bare, "KVPULL_DEVICE_BACKEND": "acl"})
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "LLM_FEATURE_NOT_ENABLED" in ended.stderr
+    assert "$ASCEND_HOME_PATH is not set" in ended.stderr
+
+
+@pytest.mark.slow
+@needs_gcc
+@pytest.mark.parametrize("example", ["blocking_pull", "layers", "layerwise", "push_cache", "role_switch"])
+def test_examples_that_compute_with_numpy_run_where_there_is_an_npu(example: str, with_an_npu: dict[str, str]) -> None:
+    ended = run(f"{example}.py", with_an_npu)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1].startswith("OK")
+
+
+@pytest.mark.slow
+@needs_gcc
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_demo_builds_the_emulated_npu_that_it_runs_on(marked: dict[str, str], tmp_path: Path) -> None:
+    """In an environment that make takes for one of its own making."""
+    root = EXAMPLES.parent
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o700)
+    (tmp_path / ".built-for").write_text(f"python3 in {root}\n")
+    (tmp_path / ".run").touch()
+    make = ["make", "--no-print-directory", "demo", "PYTHON=python3", f"VENV={tmp_path}"]
+    # The suite itself may be run by make, with arguments of its own.
+    outside = {name: value for name, value in marked.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))}
+
+    def made(device: str) -> subprocess.CompletedProcess[str]:
+        command = [*make, f"DEVICE={device}"]
+        return subprocess.run(
+            command, cwd=root, env=outside, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+
+    ended = made("acl-emulator")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "device memory of the emulated NPU" in ended.stdout
+    assert not left_behind(marked)
+    refused = made("gpu")
+    assert refused.returncode == 2
+    assert 'DEVICE is "gpu", it can be acl or acl-emulator' in refused.stderr
 
 
 @pytest.mark.slow
