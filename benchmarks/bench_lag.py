@@ -5,6 +5,9 @@ thousands of rows, are measured too. Beside them stands the lag of the same loop
 timer, and that of a loop whose program moves the same bytes through plain sockets in a thread: what is in there is the
 interpreter's lock and a machine with few cores.
 
+With `--device` the pulling node has an emulated NPU: pulls into its memory stand beside pulls into host memory, and
+copies from the one to the other are made, too. The emulator copies with the processor, as fast as it can, or at a pace.
+
 All of these take turns of a second each. Turns that other processes disturbed are left out where enough others remain.
 """
 
@@ -23,18 +26,23 @@ from functools import partial
 from typing import Any, Final
 
 from contenders import Task, source_side
+from devices import AwaitingNpu, emulator, npu_environ
 from figures import judge, machine, parsed, percentile, print_table, save, standard_arguments
-from kv_nodes import PULLER_CLUSTER, AwaitingNode
-from kvpull_async import LLMRole
+from kv_nodes import PULLER_CLUSTER, SOURCE_CLUSTER, AwaitingNode
+from kvpull_async import Cache, LLMRole, Placement
 from lag import LagMeter
 from processes import Child, Unavailable
 from quiet import Neighbours, quiet_ones
 from sources import prefill_side
-from workloads import FULL, QUICK, Arena, Shape, build, wrong_bytes
+from workloads import FULL, KIB, QUICK, Arena, Shape, build, wrong_bytes
 from yardsticks import SocketPuller
 
 BOUND_MS: Final = 5.0
 SEED: Final = 11
+HALF: Final = Shape(tensors=80, blocks=128, block_nbytes=32 * KIB)
+"""With a device: there are twice as many caches."""
+PACE: Final = 500
+"""MB/s of the emulated copies that have one."""
 NAMES: Final = ("W1", "W2")
 CALLER, CORE, SOURCE = "the caller's loop", "the core's loop", "the source's core"
 Call = Callable[[], Awaitable[object]]
@@ -55,29 +63,51 @@ class Kind:
 class Bench:
     """A node that pulls two workloads, its source, and plain sockets that move the same bytes."""
 
-    def __init__(self, sources: Sequence[Child], shape: Shape, *, transport: str) -> None:
+    def __init__(self, sources: Sequence[Child], shape: Shape, *, device: bool, transport: str) -> None:
         self._source, sockets = sources
         self._shape = shape
         self._neighbours = Neighbours({os.getpid(), *(source.pid for source in sources)})
-        self.node = AwaitingNode(LLMRole.DECODER, PULLER_CLUSTER, shape=shape, transfer_backend=transport)
+        make, backend = (AwaitingNpu, "acl") if device else (AwaitingNode, "host")
+        said = {"device_backend": backend, "transfer_backend": transport}
+        self.node = make(LLMRole.DECODER, PULLER_CLUSTER, shape=shape, **said)
         self._works = build(shape, seed=SEED)
         self.kinds: list[tuple[Kind, Call]] = []
         every = (CALLER, CORE, SOURCE)
         self._add(Kind("at rest", every, judged=False), partial(asyncio.sleep, 0.1))
-        for name, (call, arena) in self._pulls().items():
-            self._check(name, call, arena)
-            self._add(Kind(f"pulls of {self._about(name)}", every, judged=True), call)
+        self.node.link(*self._source.ask("open"))
+        if device:
+            self._add_device(every)
+        else:
+            self._add_pulls(every, Placement.DEVICE, "")
         for name, call in self._moves(sockets).items():
             self._add(Kind(f"plain sockets in a thread, {self._about(name)}", (CALLER,), judged=False), call)
 
-    def _pulls(self) -> dict[str, tuple[Call, Arena]]:
-        node = self.node
-        cluster_id, address = self._source.ask("open")
-        node.link(cluster_id, address)
-        pulls = {}
-        for name, (cache, arena) in {"W1": node.entries(None), "W2": node.blocks(None)}.items():
-            pulls[name] = node.call(self._works[name].pulls[0], cache, cluster_id=cluster_id), arena
-        return pulls
+    def _add_pulls(self, loops: tuple[str, ...], placement: Placement, where: str) -> tuple[Cache, Call]:
+        """The cache of the first workload, and its pull."""
+        node, calls = self.node, list[Call]()
+        caches = node.entries(None, placement=placement), node.blocks(None, placement=placement)
+        for name, (cache, arena) in zip(NAMES, caches, strict=True):
+            calls.append(node.call(self._works[name].pulls[0], cache, cluster_id=SOURCE_CLUSTER))
+            self._check(name, calls[-1], arena)
+            self._add(Kind(f"pulls of {self._about(name)}{where}", loops, judged=True), calls[-1])
+        return caches[0][0], calls[0]
+
+    def _add_device(self, loops: tuple[str, ...]) -> None:
+        self._device = emulator()
+        host, _ = self._add_pulls(loops, Placement.HOST, " into host memory")
+        npu, pull = self._add_pulls(loops, Placement.DEVICE, " into the NPU")
+        about = self._about(NAMES[0])
+        self._add(Kind(f"pulls of {about} into the NPU at {PACE} MB/s", loops, judged=True), partial(self._paced, pull))
+        for direction, src, dst in (("into", host, npu), ("out of", npu, host)):
+            call = partial(self.node.manager.copy_cache, dst, src)
+            self._add(Kind(f"copies of {about} {direction} the NPU", loops, judged=True), call)
+
+    async def _paced(self, call: Call) -> None:
+        self._device.configure(bandwidth=PACE * 10**6)
+        try:
+            await call()
+        finally:
+            self._device.configure(bandwidth=0)
 
     def _moves(self, source: Child) -> dict[str, Call]:
         self._puller = puller = SocketPuller(socket.AF_INET)
@@ -123,11 +153,15 @@ async def _again_and_again(call: Call, seconds: float) -> None:
 
 
 def measure(options: argparse.Namespace) -> list[Kind]:
-    shape, turns, seconds = (QUICK, 1, 0.2) if options.quick else (FULL, options.turns, 1.0)
+    full = HALF if options.device else FULL
+    shape, turns, seconds = (QUICK, 1, 0.2) if options.quick else (full, options.turns, 1.0)
+    if options.device:
+        os.environ.update(npu_environ(checks=options.quick))
     with ExitStack() as stack:
-        kv = stack.enter_context(Child(prefill_side, shape, 1, SEED, options.transport, True))
+        kv = stack.enter_context(Child(prefill_side, shape, SOURCE_CLUSTER, SEED, options.transport, True))
         task = Task("tcp", shape, NAMES, SEED, huge=False, quick=False)
-        bench = Bench([kv, stack.enter_context(Child(source_side, task))], shape, transport=options.transport)
+        sources = [kv, stack.enter_context(Child(source_side, task))]
+        bench = Bench(sources, shape, device=options.device, transport=options.transport)
         for _ in range(turns):
             for kind, call in bench.kinds:
                 bench.turn(kind, call, seconds=seconds, patience=options.patience)
@@ -156,6 +190,7 @@ def main() -> int:
     standard_arguments(parser)
     parser.add_argument("--turns", type=int, default=12, help="of a second each, of every kind (12)")
     parser.add_argument("--transport", choices=("shm", "tcp"), default="tcp", help="of the pulls (tcp)")
+    parser.add_argument("--device", action="store_true", help="pull into the memory of an emulated NPU, too")
     options = parsed(parser)
     try:
         kinds = measure(options)

@@ -26,6 +26,7 @@ from kvpull_async import (
     LLMException,
     LLMRole,
     LLMStatusCode,
+    Placement,
 )
 from kvpull_async.memory.copying import ACCELERATED
 from processes import Unavailable
@@ -34,6 +35,7 @@ from workloads import Arena, BlocksPull, EntryPull, Pull, Shape, Workload, own_m
 
 __all__ = [
     "COPIES",
+    "NO_ID",
     "PULLER_CLUSTER",
     "SOURCE_CLUSTER",
     "AwaitingNode",
@@ -62,10 +64,11 @@ def entry_key(cluster_id: int) -> CacheKey:
 
 
 def options(**properties: Any) -> dict[str, str]:
-    """For `init`: the newer manager, over TCP unless another `transfer_backend` is among what is given."""
+    """For `init`: the newer manager, in host memory and over TCP unless another backend is among what is given."""
     config = LLMConfig()
     config.enable_cache_manager = True
     config.transfer_backend = "tcp"
+    config.device_backend = "host"
     config.sync_kv_timeout = PULL_MS
     for name, value in properties.items():
         if not hasattr(LLMConfig, name):
@@ -115,23 +118,28 @@ class Node:
         loop: asyncio.AbstractEventLoop = self.datadist._core.engine.core.loop
         return loop
 
-    def entries(self, memory: Arena | None, *keys: CacheKey) -> tuple[Cache, Arena]:
+    def entries(
+        self, memory: Arena | None, *keys: CacheKey, placement: Placement = Placement.DEVICE
+    ) -> tuple[Cache, Arena]:
         """A contiguous cache, in the caller's memory or else in the library's."""
         shape = self._shape
-        desc = CacheDesc(shape.tensors, [2, shape.entry_nbytes // 2], DataType.DT_FLOAT16)
+        desc = CacheDesc(shape.tensors, [2, shape.entry_nbytes // 2], DataType.DT_FLOAT16, placement)
         if memory is None:
             return self._with_arena(self.do(self.manager.allocate_cache(desc, keys)))
         return self.do(self.manager.register_cache(desc, memory.addresses, keys)), memory
 
-    def blocks(self, memory: Arena | None, key: BlocksCacheKey | None = None) -> tuple[Cache, Arena]:
+    def blocks(
+        self, memory: Arena | None, key: BlocksCacheKey | None = None, *, placement: Placement = Placement.DEVICE
+    ) -> tuple[Cache, Arena]:
         """A paged cache, in the caller's memory or else in the library's."""
         shape = self._shape
-        desc = CacheDesc(shape.tensors, [shape.blocks, shape.block_nbytes // 2], DataType.DT_FLOAT16)
+        desc = CacheDesc(shape.tensors, [shape.blocks, shape.block_nbytes // 2], DataType.DT_FLOAT16, placement)
         if memory is None:
             return self._with_arena(self.do(self.manager.allocate_blocks_cache(desc, key)))
         return self.do(self.manager.register_blocks_cache(desc, memory.addresses, key)), memory
 
     def _with_arena(self, cache: Cache) -> tuple[Cache, Arena]:
+        """A cache of the library, and its bytes."""
         tensors = [self.manager.get_cache_tensors(cache, i)[0].numpy() for i in range(self._shape.tensors)]
         return cache, Arena([tensor.reshape(-1).view(np.uint8) for tensor in tensors])
 
@@ -215,8 +223,15 @@ class KvSource(Source):
     """A prefill node. Which face it uses makes no difference: its core answers the pulls."""
 
     def __init__(
-        self, *, allocated: bool = False, huge: bool = False, cluster_id: int = SOURCE_CLUSTER, **properties: Any
+        self,
+        make: type[BlockingNode] = BlockingNode,
+        *,
+        allocated: bool = False,
+        huge: bool = False,
+        cluster_id: int = SOURCE_CLUSTER,
+        **properties: Any,
     ) -> None:
+        self._make = make
         self._allocated = allocated
         self._huge = huge
         self._cluster_id = cluster_id
@@ -239,7 +254,7 @@ class KvSource(Source):
 
     def _listen(self, shape: Shape) -> BlockingNode:
         where = {"listen_ip_info": "127.0.0.1:0", **self._properties}
-        self.node = BlockingNode(LLMRole.PROMPT, self._cluster_id, shape=shape, **where)
+        self.node = self._make(LLMRole.PROMPT, self._cluster_id, shape=shape, **where)
         return self.node
 
     def arenas(self) -> Sequence[Arena]:

@@ -124,6 +124,7 @@ def desc(rows: int, nbytes: int) -> CacheDesc:
 def options(path: str, timing: Timing, **more: Any) -> dict[str, str]:
     """For `init`: the newer manager over this path."""
     config = LLMConfig()
+    config.device_backend = "host"
     config.enable_cache_manager = True
     config.transfer_backend = path
     for name, value in {**vars(timing), **more}.items():

@@ -7,11 +7,16 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+
+from kvpull_async import Placement
+from kvpull_async.memory.host import HostMemory
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SECONDS = 100
@@ -38,6 +43,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("bench_pull", ["--growth"]),
         ("bench_blocks", []),
         ("bench_lag", []),
+        ("bench_lag", ["--device"]),
+        ("bench_device", []),
         ("bench_verify", []),
         ("bench_deadline", []),
         ("bench_fairness", []),
@@ -82,6 +89,14 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(tmp
     ran = run("bench_pull", "--plot", str(tmp_path / "out.png"))
     assert ran.returncode == 2
     assert "kvpull[bench]" in ran.stderr
+
+
+@pytest.mark.slow
+def test_without_a_compiler_there_is_no_emulated_npu(tmp_path: Path) -> None:
+    ran = run("bench_device", "--quick", PATH="", TMPDIR=str(tmp_path))  # where no earlier run has left one
+    assert ran.returncode == 1
+    assert "not available: no emulated NPU: " in ran.stdout
+    assert "gcc" in ran.stdout
 
 
 # --- pulls -----------------------------------------------------------------------------------------------------------
@@ -140,6 +155,34 @@ def test_small_pages_are_told(module: Any) -> None:
     memory.poison()
     assert module("pages").pages([memory]) == "4 KiB"
     assert module("pages").pages([]) == ""
+
+
+# --- a device, and a wire with a pace ---------------------------------------------------------------------------------
+
+
+def test_bytes_leave_a_wire_unchanged_and_no_faster_than_it_is(module: Any) -> None:
+    devices, workloads = module("devices"), module("workloads")
+    arena = workloads.own_memory(workloads.QUICK)
+    arena.fill(5)
+    rate, nbytes = 10**7, arena.tensors[0].size
+    memory = HostMemory({})
+    regions = memory.adopt(arena.addresses, tensor_nbytes=nbytes, placement=Placement.HOST)
+    wire = devices.Wire(memory, rate=rate)
+    began = time.perf_counter()
+    lent = b"".join(view for batch in wire.lending(regions, np.array([(2, 0, nbytes)])) for view in batch)
+    assert time.perf_counter() - began >= nbytes / rate
+    assert lent == arena.tensors[2].tobytes()
+
+
+@pytest.mark.parametrize(("pipelined", "status"), [(1.31, 1), (1.29, 0)])
+def test_a_copy_that_does_not_hide_misses_the_bound(module: Any, pipelined: float, status: int) -> None:
+    device, figures = module("bench_device"), module("figures")
+    kind = device.Paced("into the NPU", ("receive", "copy in"))
+    for seconds in (0.1, pipelined, 9.0):
+        kind.turns.append(device.Turn(seconds, 1.2, 0.8))
+        kind.others.append(0.0)
+    bounds = device.tell_paced([kind], rate=500, nbytes=10**6)
+    assert figures.judge(bounds, unit="times", quick=False) == status
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
