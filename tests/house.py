@@ -70,7 +70,7 @@ IMPURE_LIBRARIES = {"asyncio", "socket", "ctypes", "threading"}
 
 # Libraries that only these modules may import; an empty tuple means none.
 RESERVED_LIBRARIES = {
-    "ctypes": ("memory", "transport.shm"),
+    "ctypes": ("memory", "transport.shm", "self_test.raw"),
     "async_timeout": ("_deadline",),
     "torch": (),  # its tensors are known by what they can be asked
     "pickle": (),
@@ -95,6 +95,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     f"{CORE}.testing.contracts.ends": "tests/contract",
     f"{CORE}.testing.contracts.memory": "tests/contract",
     f"{CORE}.testing.contracts.path": "tests/contract",
+    f"{CORE}.testing.contracts.waiting_memory": "tests/contract",
     f"{CORE}.testing.contracts._waiting": "tests/contract",
     f"{CORE}.self_test.__main__": "tests/integration/test_self_test.py",
     f"{CORE}.self_test.copies": "tests/integration/test_self_test.py",  # on the emulator, right and wrong

@@ -46,7 +46,7 @@ class Variant:
 
     def home(self) -> Path:
         """What ASCEND_HOME_PATH is to name."""
-        from tests.acl_emulator import build
+        from tests.emulation import build
 
         return build(release=self.release, without=self.without)
 

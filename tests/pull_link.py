@@ -301,6 +301,8 @@ class Bench:
         self.reports: list[Report] = []
         self.until: Until | None = None
         """What the last landing was made with."""
+        self.landed_bytes: Callable[[int], None] | None = None
+        """Hears how many bytes of a pull are final."""
         self.size = 1024 if link.get("inline_limit") == INLINE else 700_000
 
     def pull(self, timeout_ms: float = LONG_MS) -> Pull:
@@ -312,7 +314,7 @@ class Bench:
             at_most=4 * self.size,
             land=self._land,
             reading=lambda grant: partial(plan.run_segments, range(4), start=grant.start, size=grant.per_tensor),
-            span=lambda _: Span(self.entry.regions, self._rows),
+            span=self._span,
             known=lambda _: None,
             open_cache=None,
             entry=self.entry,
@@ -328,11 +330,15 @@ class Bench:
             offset_pull=False, blocks=0, remote_access=False, inline_limit=self.link.inline_limit,
         )  # fmt: skip
 
-    def _land(self, grant: frames.Grant, until: Until) -> tuple[Batches, int]:
+    def _span(self, grant: frames.Grant, until: Until) -> Span:
+        return Span(self.entry.regions, self._rows, self.entry.direct, self.landed_bytes, until=until)
+
+    def _land(self, grant: frames.Grant, span: Span) -> tuple[Batches, int]:
         if grant.per_tensor != self.size:
             raise LLMException("does not fit", status_code=LLMStatusCode.LLM_FAILED)
-        self.until = until
-        return self.registry.backend.landing(self.entry.regions, self._rows(), until=until), 4 * self.size
+        self.until, backend = span.until, self.registry.backend
+        landing = backend.landing(span.regions, span.rows(), until=span.until, landed=span.landed)
+        return landing, 4 * self.size
 
     def _rows(self) -> plan.Segments:
         return plan.entry_segments(range(4), entry=1, entry_nbytes=700_000, offset=0, size=self.size)

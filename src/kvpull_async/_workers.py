@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
-__all__ = ["Job", "Workers", "report_to", "resolve"]
+__all__ = ["Job", "Workers", "report_to", "resolve", "stand_in_here"]
 
 T = TypeVar("T")
 _MOST_STUCK = 8
@@ -37,8 +37,20 @@ def resolve(future: asyncio.Future[None] | None) -> None:
         future.set_result(None)
 
 
+_here = threading.local()
+
+
+def stand_in_here(*, begins: bool) -> None:
+    """For the calling thread, if it is one of a pool's: see `Workers.stand_in`."""
+    pool: Workers | None = getattr(_here, "pool", None)
+    if pool is not None:
+        pool.stand_in(begins=begins)
+
+
 class Workers(Executor):
-    """A fixed number of daemon threads, started on first use and joined with a bound. Each ends with `finalizer`."""
+    """Daemon threads, started on first use and joined with a bound: so many, and some more while some hang. Each ends
+    with `finalizer`.
+    """
 
     def __init__(
         self, threads: int, *, name: str = "kvpull-worker", finalizer: Callable[[], None] | None = None
@@ -49,9 +61,20 @@ class Workers(Executor):
         self._stuck = 0
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()  # protects _threads, _spare and _closed
+        self._lock = threading.Lock()  # protects limit, _stuck, _threads, _spare, _closed and _apart
         self._spare = 0  # idle threads minus work that waits for one
         self._closed = False
+        self._apart: Workers | None = None
+
+    @property
+    def apart(self) -> Workers:
+        """Others of the same kind, for what may have to wait for a device: memory of the host never waits for those."""
+        with self._lock:
+            if self._apart is None:
+                self._apart = Workers(self.limit, name=f"{self._name}-apart")
+                if self._closed:
+                    self._apart.close(0)
+            return self._apart
 
     @property
     def crowded(self) -> bool:
@@ -84,13 +107,14 @@ class Workers(Executor):
         """Let the threads end after what is queued; returns how many were still busy when `timeout` (s) was over."""
         with self._lock:
             first, self._closed = not self._closed, True
-            threads = list(self._threads)
+            threads, apart = list(self._threads), self._apart
         for _ in threads if first else ():
             self._queue.put(None)
         end = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
-        return sum(thread.is_alive() for thread in threads)
+        left = 0 if apart is None else apart.close(max(0.0, end - time.monotonic()))
+        return left + sum(thread.is_alive() for thread in threads)
 
     def _grow(self) -> None:
         """One thread more, before work is queued for it: where there is none at all, nothing may run after all."""
@@ -108,6 +132,7 @@ class Workers(Executor):
         self._threads.append(thread)
 
     def _run(self) -> None:
+        _here.pool = self
         try:
             while (work := self._queue.get()) is not None:
                 future, call = work
@@ -148,11 +173,20 @@ class Job:
         self._cancelled = threading.Event()
         self.done: asyncio.Future[int] = self._loop.create_future()
         self.settled: asyncio.Future[None] = self._loop.create_future()
-        workers.submit(self._run)
+        self._first = workers.submit(self._run)
+
+    @property
+    def total(self) -> int:
+        """What the steps have returned so far."""
+        return self._total
 
     def abort(self) -> bool:
-        """Ask the job to stop after the step that runs now. Never waits; True, since a step always ends."""
+        """Ask the job to stop after the step that runs now; one that has not begun is over at once. Never waits; True,
+        since a step always ends.
+        """
         self._cancelled.set()
+        if self._first.cancel() and not self.settled.done():
+            self._finish(0, asyncio.CancelledError())
         return True
 
     def _run(self) -> None:

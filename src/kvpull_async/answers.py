@@ -12,7 +12,15 @@ from kvpull_async._prompt import Prompt
 from kvpull_async._workers import resolve
 from kvpull_async.protocol import frames
 from kvpull_async.protocol.frames import Message
-from kvpull_async.status import LLMException, LLMStatusCode, fresh, status_of, worth_repeating
+from kvpull_async.status import (
+    TIMEOUTS,
+    LLMException,
+    LLMStatusCode,
+    LLMTimeoutError,
+    fresh,
+    status_of,
+    worth_repeating,
+)
 
 __all__ = ["Answer", "Answers"]
 
@@ -173,7 +181,8 @@ class Answers:
         if status is LLMStatusCode.LLM_SUCCESS:  # a refusal is never a success
             status = LLMStatusCode.LLM_FAILED
         again = worth_repeating(status)
-        return LLMException(message.reason, status_code=status, peer=self._peer, retry_safe=again)
+        kind = LLMTimeoutError if status in TIMEOUTS else LLMException
+        return kind(message.reason, status_code=status, peer=self._peer, retry_safe=again)
 
     def fail(self, error: LLMException) -> None:
         """None of them will come: the connection is lost."""

@@ -95,7 +95,8 @@ class CoreLoop:
         """RuntimeError in a forked child: the core's thread did not come along."""
         if os.getpid() != self._pid:
             raise RuntimeError(
-                "this LLMDataDist belongs to the parent process; after a fork, make and init a new one in the child"
+                "this LLMDataDist belongs to the parent process; after a fork, make and init a new one in the child "
+                "(which cannot use an NPU that the parent uses)"
             )
 
     def on_core_thread(self) -> bool:

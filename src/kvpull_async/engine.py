@@ -81,8 +81,6 @@ CODES: Final[Mapping[bool, Codes]] = {
 """By cache manager mode: what the newer and the older mode of the original answer."""
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
-_leaked: list[object] = []
-"""Memory that was still being written at `finalize`: kept for ever, since unmapping it would be worse."""
 
 
 def _codes(settings: Settings) -> Codes:
@@ -181,14 +179,15 @@ class Engine:
 
     async def _open_memory(self) -> None:
         wanted = self.settings
-        given: dict[str, Any] = {"budgets": wanted.budgets, "device_ids": wanted.device_ids, "environ": os.environ}
-        chosen = await choosing.choose_apart(wanted.device_backend, **given)
+        chosen = await choosing.choose_apart(
+            wanted.device_backend, budgets=wanted.budgets, device_ids=wanted.device_ids, environ=os.environ
+        )
         if self._closed:  # meanwhile, and nobody would close this one
             choosing.closing(chosen.memory, failed=self._bug)
             raise finalized()
         self.memory = self.registry.backend = chosen.memory
         self._routes.begin(chosen.memory, chosen.publications)
-        chosen.attend(self.log, self.workers)
+        chosen.attend(self.log)
 
     async def listen(self, address: Address) -> None:
         try:
@@ -226,7 +225,7 @@ class Engine:
         for entry in self.registry.entries():
             entry.bar()
             if not await entry.idle(settled):  # a peer in this process still reads it, or a transfer writes to it
-                _leaked.append(entry)
+                entry.leak()
                 self.counters.add("regions_leaked")
                 self.log.error("region.leaked", cache_id=entry.cache_id, reason="a transfer could not be stopped")
         self.registry.close()
@@ -296,9 +295,10 @@ class Engine:
         return self._memory_closed(timeout)
 
     def stuck(self) -> None:
-        """They did not: say which."""
+        """They did not: say which, if they have not by now."""
         workers, core, memory = self.workers.close(0), not self.core.stop(0), not self.memory_closed(0)
-        self.log.error("engine.stuck", workers=workers, core=core, memory=memory)
+        if workers or core or memory:
+            self.log.error("engine.stuck", workers=workers, core=core, memory=memory)
 
     def snapshot(self) -> dict[str, int]:
         """The counters, with that of the log; from any thread."""

@@ -249,8 +249,9 @@ class CacheManager(_Manager):
         """Offer memory of your own. Its bytes are not changed here; pulls never consume its keys.
 
         Either `addrs`, one address (int) per tensor: the memory stays yours, do not free it before `unregister_cache`
-        has returned. Or `tensors`, a list of torch tensors on the CPU or numpy arrays, contiguous, writable and of
-        `cache_desc.size` bytes each: they are kept alive until then, even if you drop yours.
+        has returned. Or `tensors`, a list of torch tensors on the CPU (`Placement.DEVICE`: on the node's NPU, if it has
+        one) or numpy arrays, contiguous, writable and of `cache_desc.size` bytes each: they are kept alive until then,
+        even if you drop yours.
         An integer type may stand for any other of as many bytes; a type of floating point must be the descriptor's.
 
         Until then do not give them other memory: no `share_memory_()`, no queue or pipe of `torch.multiprocessing`

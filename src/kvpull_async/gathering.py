@@ -22,7 +22,7 @@ async def gathered(lending: Batches, entry: Entry, workers: Workers, *, here: bo
         return join(lending)
     pin = entry.pin(until.stop)  # as long as the thread reads, also when nobody waits for it any more
     try:
-        reading = asyncio.get_running_loop().run_in_executor(workers, join, lending)
+        reading = asyncio.get_running_loop().run_in_executor(workers if entry.direct else workers.apart, join, lending)
     except BaseException:
         pin.release()
         raise
@@ -37,8 +37,11 @@ async def gathered(lending: Batches, entry: Entry, workers: Workers, *, here: bo
 
 
 def join(lending: Batches) -> bytes:
-    """All bytes of a lending."""
-    return b"".join([b"".join(batch) for batch in lending])  # a batch is another's memory once the next is asked for
+    """All bytes of a lending, which has ended then, also if they cannot be had."""
+    try:
+        return b"".join([b"".join(batch) for batch in lending])  # a batch is another's once the next is asked for
+    finally:
+        lending.close()
 
 
 def fill(pieces: list[memoryview], payload: bytes | memoryview) -> None:

@@ -21,12 +21,14 @@ from kvpull_async.registry import Pin, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.summing import Summed
 from kvpull_async.sums import Sum
-from kvpull_async.transport.base import DataPath, Transfer, moved
+from kvpull_async.transport.base import DataPath, Transfer, break_off, moved
 
 __all__ = ["Granted"]
 
 _MOST: Final = 1024
 """Most grants that a peer may leave open on a link: pulls run one at a time, so an honest one has few."""
+_SETTLE_MS: Final = 50
+"""How long the next request waits for bytes that were broken off. The memory stays pinned until they have settled."""
 
 
 @dataclass
@@ -42,7 +44,7 @@ class _Open:
 
     def abort(self) -> None:
         """Read the memory no longer than it takes to stop."""
-        _stop(self.transfer, self.until)
+        break_off(self.transfer, self.until)
 
 
 class Granted:
@@ -91,7 +93,7 @@ class Granted:
             if summed is not None:
                 self._say(request, summed, b"")
             lease.abort()
-            await absorb([lease.transfer.settled], Deadline.after_ms(1000))
+            await absorb([lease.transfer.settled], Deadline.after_ms(_SETTLE_MS))
             self._end(lease)
             raise
         if grant.ticket is None:
@@ -102,7 +104,7 @@ class Granted:
     def cancel(self, request_id: int) -> None:
         """The puller has given up."""
         if self._last is not None and self._last[0] == request_id:
-            _stop(*self._last[1:])
+            break_off(*self._last[1:])
         for lease in [lease for lease in self._open.values() if lease.request_id == request_id]:
             self._withdraw(lease.grant_id)
 
@@ -190,8 +192,3 @@ class Granted:
 
     def __repr__(self) -> str:
         return f"<Granted open={len(self._open)}>"
-
-
-def _stop(transfer: Transfer, until: Until) -> None:
-    transfer.abort()  # first: who reads here, and is stopped, finds the memory withdrawn
-    until.stop()

@@ -16,7 +16,10 @@ from kvpull_async.memory.base import Allocation, MemoryBackend, Region
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import CacheDesc, foreign
 
-__all__ = ["Binding", "Entry", "KeyId", "Pin", "may_know"]
+__all__ = ["Binding", "Entry", "KeyId", "Pin", "leaked", "may_know"]
+
+leaked: list[object] = []
+"""Caches whose memory was still in use when their node ended: kept for ever, since unmapping it would be worse."""
 
 KeyId = tuple[str, int, int]
 """A key as the tables hold it: "request" or "prefix", its id, the model id."""
@@ -222,6 +225,11 @@ class Entry:
         """Something may write here until `settled`; the memory is kept until then."""
         self._quarantine.add(settled)
         settled.add_done_callback(self._settled)
+
+    def leak(self) -> None:
+        """Something may use the memory for ever: it is never given back."""
+        leaked.append(self)
+        self._backend.leak(self.regions)
 
     def cut_pins(self) -> None:
         for pin in tuple(self._pins):

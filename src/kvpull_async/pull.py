@@ -24,7 +24,7 @@ from kvpull_async.registry import Entry
 from kvpull_async.standing import Offered
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.summing import Summed
-from kvpull_async.transport.base import DataPath, Segments, Transfer, moved
+from kvpull_async.transport.base import DataPath, Segments, Transfer, break_off, moved
 from kvpull_async.turn import Turn, cause_of
 
 if TYPE_CHECKING:
@@ -52,18 +52,18 @@ class Verifying:
 
 @dataclass(slots=True)
 class Wanted:
-    """What a manager asks of a link. `land` turns a grant into the pieces to fill and their number of bytes, and
-    refuses a grant that does not fit; `span` says where in memory they lie, `reading` which rows of the source they
-    are. `open_cache` is the id of a remote cache that may be read without asking once the source lets this side, and
-    `known` what it would grant, or None when it has to be asked.
+    """What a manager asks of a link. `span` says where in memory a grant's bytes go; `land` turns that into the pieces
+    to fill and their number of bytes, and refuses a grant that does not fit; `reading` says which rows of the source
+    they are. `open_cache` is the id of a remote cache that may be read without asking once the source lets this side,
+    and `known` what it would grant, or None when it has to be asked.
     """
 
     request: Callable[[int, int], frames.Request]
     table: bytes
     at_most: int
-    land: Callable[[frames.Grant, Until], tuple[Batches, int]]
+    land: Callable[[frames.Grant, Span], tuple[Batches, int]]
     reading: Callable[[frames.Grant], Callable[[], Segments]]
-    span: Callable[[frames.Grant], Span]
+    span: Callable[[frames.Grant, Until], Span]
     known: Callable[[Offered], frames.Grant | None]
     open_cache: int | None
     entry: Entry
@@ -162,14 +162,21 @@ class Pull(Turn):
             report.bytes = len(payload)
         else:
             self._waits = waits = Until(wanted.deadline)
-            landing, report.bytes = wanted.land(grant, waits)
+            span, path = wanted.span(grant, waits), self._path
+            assert path is not None
+            unproven = not grant.inline and grant.ticket is not None and path.unproven(grant.ticket)
+            if unproven:
+                span = replace(span, landed=None)  # nothing is final before the source has said so
+            landing, report.bytes = wanted.land(grant, span)
             payload = bytes(payload)
             if self._task is None:
                 await self._until(None)
             if grant.inline:
                 await self._land(landing, payload, report.bytes, rows=grant.tensors * len(wanted.table) // 8)
             else:
-                await self._fetch(grant, landing, report.bytes)
+                await self._fetch(path, grant, span, landing, report.bytes)
+                if unproven:
+                    await self._prove(grant)
         if self._digest is not None:
             await self._verify(grant, self._digest)
         self._commit(grant, self._path)
@@ -211,28 +218,20 @@ class Pull(Turn):
             self._digest = lane.digest(self._request_id)
         return data
 
-    async def _fetch(self, grant: frames.Grant, landing: Batches, nbytes: int) -> None:
-        wanted, lane, path = self._wanted, self._lane, self._path
-        assert lane is not None
-        assert path is not None
-        span, unproven = wanted.span(grant), grant.ticket is not None and path.unproven(grant.ticket)
-        if unproven:
-            span = replace(span, landed=None)  # nothing is final before the source has said so
-        if not span.direct:
-            span = replace(span, until=self._waits)
-        path.expect(grant.grant_id, grant.ticket, wanted.reading(grant), span)
+    async def _fetch(self, path: DataPath, grant: frames.Grant, span: Span, landing: Batches, nbytes: int) -> None:
+        path.expect(grant.grant_id, grant.ticket, self._wanted.reading(grant), span)
         self._transfer = path.fetch(grant.grant_id, landing, nbytes)
         try:
             await moved(self._transfer)
         except ValueError as error:  # outside of what it shares, or not as many bytes
             reason = f"the source granted what its cache does not have: {error}"
             raise LLMException(reason, status_code=LLMStatusCode.LLM_FAILED) from error
+        except LLMException:  # a device's may be a TimeoutError, and so an OSError
+            raise
         except OSError as error:
             if grant.ticket is None and no_memory(error, "destination", reading=False) is None:
                 await self._hear_why(error)
             raise
-        if unproven:
-            await self._prove(lane, grant)
 
     async def _hear_why(self, error: OSError) -> None:
         """A source whose memory fails can only break off sending. Why, it says beside that."""
@@ -273,7 +272,8 @@ class Pull(Turn):
                 f"the grant is for {nbytes} bytes, {len(payload)} came with it, {self._link.inline_limit} may"
             )
         if not (self._entry.direct and rows <= FEW_ROWS):
-            self._transfer = job = Job(self._link.workers, copy_batches(lend_bytes(payload), landing))
+            workers = self._link.workers if self._entry.direct else self._link.workers.apart
+            self._transfer = job = Job(workers, copy_batches(lend_bytes(payload), landing))
             await moved(job)
         else:  # at most inline_limit bytes: shorter than handing it to a thread
             _exhaust(copy_batches(lend_bytes(payload), landing))
@@ -289,8 +289,10 @@ class Pull(Turn):
         asked = self._wanted.at_most
         return len(self._pieces) == grant.tensors and grant.tensors * grant.per_tensor == len(payload) == asked
 
-    async def _prove(self, lane: Lane, grant: frames.Grant) -> None:
+    async def _prove(self, grant: frames.Grant) -> None:
         """The bytes are right only if the source still holds the memory that they were read from."""
+        lane = self._lane
+        assert lane is not None
         if not await lane.check(grant.grant_id):
             raise LLMException(
                 "the source took its cache away while it was being read",
@@ -310,7 +312,8 @@ class Pull(Turn):
         growing, until = sums.begin(verifying.name, where="this side"), Until(wanted.deadline)
         self._summed = Summed(
             growing, verifying.lend(grant, until), [wanted.entry], self._link.workers,
-            nbytes=wanted.report.bytes, rows=wanted.span(grant).most_rows, direct=wanted.entry.direct, until=until,
+            nbytes=wanted.report.bytes, rows=wanted.span(grant, until).most_rows,
+            direct=wanted.entry.direct, until=until,
         )  # fmt: skip
         if self._task is None and not (self._summed.settled and digest.done()):
             await self._until(None)
@@ -343,10 +346,8 @@ class Pull(Turn):
             self._path.give_up()
         if self._summed is not None:
             self._summed.abort()  # it keeps the memory until it has settled, and writes nothing
-        if self._waits is not None:
-            self._waits.stop()
+        break_off(transfer, self._waits)
         if transfer is not None:
-            transfer.abort()
             self._wanted.report.enter("settle")
             unsafe = not await absorb([transfer.settled], self._bound())
             if unsafe:

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,9 @@ from kvpull_async.linkage import lost_with
 from kvpull_async.memory.base import FEW_BYTES, FEW_ROWS, FEW_TENSORS, Batches, Span, Until, planned
 from kvpull_async.observe import Report
 from kvpull_async.protocol import frames
-from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError, status_of, worth_repeating
+from kvpull_async.status import TIMEOUTS, LLMException, LLMStatusCode, LLMTimeoutError, status_of, worth_repeating
 from kvpull_async.summing import Summed
-from kvpull_async.transport.base import DataPath, Transfer
+from kvpull_async.transport.base import DataPath, Transfer, break_off
 from kvpull_async.turn import Turn, cause_of
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from kvpull_async.memory.base import MemoryBackend
 
 __all__ = ["Outgoing", "Push"]
-
-_TIMEOUTS: Final = (LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +153,8 @@ class Push(Turn):
         path = self._use(lane, self._link.path)
         try:
             await self._offer(lane, path)
+        except LLMException:  # a device's may be a TimeoutError, and so an OSError
+            raise
         except OSError:
             if self._request_id is not None or self._transfer is not None:
                 raise
@@ -174,7 +174,7 @@ class Push(Turn):
                 self._lend(until), outgoing.entry, self._link.workers, here=self._brief, until=until
             )
         else:
-            ticket = path.describe(self._grant_id, Span(outgoing.entry.regions, outgoing.rows))
+            ticket = path.describe(self._grant_id, Span(outgoing.entry.regions, outgoing.rows, outgoing.entry.direct))
             if ticket is None:
                 await path.ready(self._deadline)
                 begun = path.prepared
@@ -280,10 +280,7 @@ class Push(Turn):
         transfer, result, bound = self._transfer, self._result, self._bound()
         if self._summed is not None:
             self._summed.abort()  # it keeps the memory until it has settled
-        if self._waits is not None:
-            self._waits.stop()
-        if transfer is not None:
-            transfer.abort()
+        break_off(transfer, self._waits)
         unsafe = False
         if result is not None and self._lane is not None and self._request_id is not None:
             if not result.done():
@@ -327,5 +324,5 @@ def _check(result: frames.Result) -> None:
     status = status_of(result.status)
     if status is LLMStatusCode.LLM_SUCCESS:
         return
-    kind = LLMTimeoutError if status in _TIMEOUTS else LLMException
+    kind = LLMTimeoutError if status in TIMEOUTS else LLMException
     raise kind(result.reason, status_code=status, retry_safe=worth_repeating(status))

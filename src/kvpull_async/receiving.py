@@ -34,7 +34,7 @@ from kvpull_async.registry import Pin, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.summing import Summed
 from kvpull_async.sums import Sum
-from kvpull_async.transport.base import DataPath, Transfer, moved
+from kvpull_async.transport.base import DataPath, Transfer, break_off, moved
 
 __all__ = ["Receiving", "log_of"]
 
@@ -94,7 +94,7 @@ class Receiving:
         """Bytes that came with the offer; None when they are in their place already."""
         steps = copy_batches(lend_bytes(place.payload), self.land(place, until))
         if place.nbytes > FEW_BYTES or place.most_rows > FEW_ROWS or not _direct(place):
-            return Job(self._workers, steps)
+            return Job(self._workers if _direct(place) else self._workers.apart, steps)
         for _ in steps:
             pass
         return None
@@ -106,7 +106,7 @@ class Receiving:
             path.give_up()  # the sender has no connection, whatever this side believes
             await path.ready(until.deadline)
             self._lane.post(frames.Accept(offer.request_id))
-        span = Span(place.regions, place.rows, None, place.most_rows, _direct(place), until=until)
+        span = Span(place.regions, place.rows, _direct(place), None, place.most_rows, until=until)
         path.expect(offer.grant_id, offer.ticket, place.source, span)
         return path.fetch(offer.grant_id, self.land(place, until), place.nbytes)
 
@@ -240,15 +240,13 @@ class _Receipt:
     async def _settle(self) -> bool:
         """Stop what runs and wait until it has; True when the destination had to be quarantined instead."""
         transfer, offer = self._transfer, self._offer
-        if self._until is not None:
-            self._until.stop()
+        break_off(transfer, self._until)
         if self._summed is not None:
             self._summed.abort()  # it keeps the memory until it has settled, and writes nothing
         if transfer is None:
             if not offer.inline and offer.ticket is None:
                 self._receiving._path.give_up()  # bytes may be on their way
             return False
-        transfer.abort()
         if await absorb([transfer.settled], Deadline.after_ms(self._receiving._settle_timeout * 1000)):
             return False
         assert self._place is not None

@@ -318,7 +318,8 @@ class Serving:
         if not small:
             await self._path.ready(lease_ends)
         if opens or not small:
-            ticket = self._path.describe(grant.grant_id, Span(offer.entry.regions, offer.plan))
+            span = Span(offer.entry.regions, offer.plan, offer.entry.direct)
+            ticket = self._path.describe(grant.grant_id, span)
         if small and ticket is None:
             here, until = offer.entry.direct and offer.rows <= FEW_ROWS, Until(lease_ends)
             lending = self._granted.lend(offer, until)

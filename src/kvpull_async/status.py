@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import Any
 
 __all__ = [
+    "TIMEOUTS",
     "LLMException",
     "LLMStatusCode",
     "LLMTimeoutError",
@@ -79,6 +80,8 @@ def status_of(number: int) -> LLMStatusCode:
     return _BY_NUMBER.get(number, LLMStatusCode.LLM_FAILED)
 
 
+TIMEOUTS = (LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
+"""What a peer refuses with is an LLMTimeoutError here, too."""
 _FOR_EVER = (LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
 
 

@@ -12,7 +12,7 @@ from kvpull_async.held import Entry, Pin
 from kvpull_async.memory.base import FEW_BYTES, FEW_ROWS, Batches, Until
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.sums import Sum
-from kvpull_async.transport.base import moved
+from kvpull_async.transport.base import break_off, moved
 
 __all__ = ["Summed"]
 
@@ -36,7 +36,7 @@ class Summed:
         self._until = until
         self._error: Exception | None = None
         few, steps = direct and nbytes <= FEW_BYTES and rows <= FEW_ROWS, _steps(growing, lending)
-        self._job = None if few else self._begin(steps, entries, workers)
+        self._job = None if few else self._begin(steps, entries, workers if direct else workers.apart)
         if few:
             self._finish(steps)
 
@@ -67,8 +67,7 @@ class Summed:
     def abort(self) -> None:
         """Stop after the step that runs now. Never waits."""
         if self._job is not None:
-            self._until.stop()
-            self._job.abort()
+            break_off(self._job, self._until)
 
     async def digest(self) -> bytes:
         """The sum; once. OSError or LLMException if the memory cannot be read, or was taken away meanwhile;

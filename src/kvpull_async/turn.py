@@ -113,8 +113,8 @@ class Turn:
             known = broken(error, self._lane, self._link.peer_name, push=self._report.push)
         else:
             known = LLMException(f"internal error: {error!r}", status_code=LLMStatusCode.LLM_FAILED)
-        known.destination_unsafe = unsafe
-        known.retry_safe = known.retry_safe and not unsafe
+        known.destination_unsafe |= unsafe  # memory that was closed under a copy has said so itself
+        known.retry_safe = known.retry_safe and not known.destination_unsafe
         return known
 
     def _budget_ms(self) -> int:

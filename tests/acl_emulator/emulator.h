@@ -37,6 +37,7 @@
     row(delay_us_min, 100)     /* and at least this, in microseconds */                                                \
     row(device_bytes, 32LL << 30) /* memory of each device */                                                          \
     row(devices, 2)            /* how many there are */                                                                \
+    row(failed_queries, 0)     /* 1: aclrtStreamQuery answers what a task of the stream failed with, ever after */     \
     row(hang_early, 0)         /* 1: what hangs has copied nothing yet; 0: half of its bytes */                        \
     row(message_mode, 0)       /* 1: the recent message is the process's, not the thread's */                          \
     row(pinned_bytes, 32LL << 30) /* host memory that can be pinned */                                                 \
@@ -205,6 +206,7 @@ typedef struct Stream {
     int stops;   /* no task runs after one that failed */
     int64_t clock_ns;
     aclError error; /* of a task; the next synchronise tells */
+    aclError failed; /* the same, until an abort */
 } Stream;
 
 /* streams.c */

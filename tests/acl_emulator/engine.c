@@ -169,8 +169,8 @@ static void retire(Stream *stream, Task *task, aclError code)
         task->outcome = code;
         task->over = 1;
     } else {
-        if (stream->error == ACL_SUCCESS && code != RT_STREAM_ABORT)
-            stream->error = code;
+        if (stream->error == ACL_SUCCESS && !stream->aborting)
+            stream->error = stream->failed = code;
         task_free(task);
     }
     pthread_cond_broadcast(&stream->changed);
@@ -216,7 +216,7 @@ void stream_abort(Stream *stream)
     while (stream->running != NULL)
         wait_for(&stream->changed, -1);
     stream->aborting--;
-    stream->error = ACL_SUCCESS;
+    stream->error = stream->failed = ACL_SUCCESS;
     pthread_cond_broadcast(&stream->changed);
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -129,6 +130,12 @@ def clean(home: Path) -> Iterator[Raw]:
         yield raw
         assert raw.emulator.violations() == []
         assert not any(raw.emulator.left().values())
+
+
+def in_thread(function: object, *arguments: object) -> object:
+    """The call in a thread that ends with it."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function, *arguments).result(timeout=60)  # type: ignore[arg-type]
 
 
 class Pieces:

@@ -256,6 +256,8 @@ EXPORT aclError aclrtStreamQuery(aclrtStream handle, int *status)
     if (!settings.query_works)
         return leave(RT_FEATURE_NOT_SUPPORT);
     aclError code = status == NULL ? ACL_INVALID_PARAM : find_stream(handle, &stream);
+    if (code == ACL_SUCCESS && settings.failed_queries)
+        code = stream->failed;
     if (code == ACL_SUCCESS)
         *status = stream->finished < stream->issued;
     return leave(code);

@@ -17,8 +17,6 @@ from tests import original_api
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-llm_datadist.md"
 VERDICTS = {"same", "better", "not meaningful"}
-LABELS = {"ge.exec.deviceId", "ge.session_device_id"}
-"""Options that are read, and mean nothing but themselves."""
 PACKAGES = pytest.mark.parametrize("package", [kvpull_async, kvpull_sync], ids=lambda package: package.__name__)
 
 Row = tuple[list[str], str, str]
@@ -129,8 +127,8 @@ def test_an_option_stands_beside_its_property() -> None:
 
 def test_options_have_a_meaning_where_the_table_says_so() -> None:
     without = {key for key in original_api.OPTION_KEYS if verdict_of(key) == "not meaningful"}
-    assert without - LABELS == settings._IGNORED
-    assert original_api.OPTION_KEYS - without | LABELS == {
+    assert without == settings._IGNORED
+    assert original_api.OPTION_KEYS - without == {
         key for key in settings._READ if not key.startswith(kinds.own_key(""))
     }
 

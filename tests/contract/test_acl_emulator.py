@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -13,8 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.acl_emulator import RELEASES, build, functions
-from tests.acl_emulator.raw import D2D, D2H, H2D, Pieces, PointerAttributes, Raw, clean
+from tests import acl_emulator
+from tests.acl_emulator import CFLAGS, HERE, RELEASES, NoCompiler, functions
+from tests.acl_emulator.raw import D2D, D2H, H2D, Pieces, PointerAttributes, Raw, clean, in_thread
+from tests.emulation import build, needs_gcc
 
 NBYTES = Pieces.NBYTES
 POISON, FRESH = 0xDB, 0xA5
@@ -27,30 +31,31 @@ def every(request: pytest.FixtureRequest) -> Iterator[Raw]:
         yield raw
 
 
-@pytest.fixture
-def raw() -> Iterator[Raw]:
-    with clean(build()) as raw:
-        yield raw
-
-
-@pytest.fixture
-def pieces(raw: Raw) -> Iterator[Pieces]:
-    pieces = Pieces(raw)
-    yield pieces
-    pieces.end()
-
-
-def in_thread(function: object, *arguments: object) -> object:
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(function, *arguments).result(timeout=60)  # type: ignore[arg-type]
-
-
 # --- building ---
 
 
 def test_one_build_for_the_same_sources_and_arguments() -> None:
     assert build() == build(release="9.0", without=())
     assert len({build(release=release) for release in RELEASES}) == len(RELEASES)
+
+
+@needs_gcc
+@pytest.mark.parametrize("release", sorted(RELEASES))
+def test_our_compiler_has_nothing_to_say(release: str, tmp_path: Path) -> None:
+    """A build does not insist on that: a newer compiler may warn of more."""
+    command = ["gcc", *CFLAGS, "-Werror", f"-DACL_RELEASE={RELEASES[release][0]}", "-o", str(tmp_path / "checked.so")]
+    done = subprocess.run([*command, *map(str, HERE.glob("*.c"))], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_gcc_it_is_said_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(NoCompiler, match="gcc"):
+        acl_emulator.build()
+    with pytest.raises(pytest.skip.Exception, match="gcc"):
+        build()
+    assert [path for folder in tmp_path.iterdir() for path in folder.iterdir()] == []
 
 
 def test_a_build_lacks_what_its_release_lacks_and_what_it_is_told_to() -> None:

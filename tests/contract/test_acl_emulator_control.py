@@ -5,35 +5,15 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
-from tests.acl_emulator import build
-from tests.acl_emulator.raw import H2D, Pieces, PointerAttributes, Raw, clean
+from tests.acl_emulator.raw import H2D, Pieces, PointerAttributes, Raw, in_thread
 
 NBYTES = Pieces.NBYTES
 POISON = 0xDB
 pattern = Pieces.PATTERN
-
-
-@pytest.fixture
-def raw() -> Iterator[Raw]:
-    with clean(build()) as raw:
-        yield raw
-
-
-@pytest.fixture
-def pieces(raw: Raw) -> Iterator[Pieces]:
-    pieces = Pieces(raw)
-    yield pieces
-    pieces.end()
-
-
-def in_thread(function: object, *arguments: object) -> object:
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(function, *arguments).result(timeout=60)  # type: ignore[arg-type]
 
 
 def pointed() -> object:

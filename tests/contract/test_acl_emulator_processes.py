@@ -9,6 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.emulation import build, needs_gcc
 from tests.house import ROOT
 
 LOADED = """
@@ -24,6 +27,12 @@ stream, host, device = raw.stream(), raw.pinned(4096), raw.device(4096)
 """
 
 
+@pytest.fixture(autouse=True)
+def _built() -> None:
+    """Once for all the programs."""
+    build()
+
+
 def child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program with a Raw in `raw` that has called nothing yet."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "", **environment}
@@ -36,6 +45,7 @@ def started(code: str) -> subprocess.CompletedProcess[str]:
     return child(STARTED + code)
 
 
+@needs_gcc
 def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     code = "from tests.acl_emulator import build; print(build())"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.acl_emulator import build
 from tests.acl_emulator.raw import D2D, D2H, H2D, Raw, recording
+from tests.emulation import build
 
 NBYTES = 64 * 1024
 POISON, GARBAGE = 0xDB, 0x6B

@@ -12,7 +12,7 @@ from kvpull_async.memory import _acl
 from kvpull_async.memory.ascend import open_memory
 from kvpull_async.memory.base import MemoryBackend, Region
 from kvpull_async.memory.host import HostMemory
-from kvpull_async.testing.contracts import MemoryContract
+from kvpull_async.testing.contracts import MemoryContract, WaitingMemoryContract
 from kvpull_async.testing.faults import GatedMemory
 from kvpull_async.values import Placement
 from tests import npu
@@ -56,11 +56,30 @@ def npu_variant(request: pytest.FixtureRequest) -> npu.Variant:
     return variant
 
 
-class TestAscendMemory(OnNpu):
+class OfAnNpu(OnNpu, WaitingMemoryContract):
+    """Caches of Placement.DEVICE."""
+
+    @pytest.fixture(autouse=True)
+    def _stops(self, npu_variant: npu.Variant) -> None:
+        self._refused = not npu_variant.settings.get("abort_works", 1)
+
+    def stall(self, memory: MemoryBackend) -> None:
+        self.emulator.hang(times=-1)
+
+    def go_on(self, memory: MemoryBackend) -> None:
+        self.emulator.resume()
+
+    def stoppable(self, memory: MemoryBackend) -> bool:
+        acl = _acl.load({"ASCEND_HOME_PATH": str(self.emulator.home)})
+        looks = acl.has("aclrtStreamQuery") or acl.has("aclrtSynchronizeStreamWithTimeout")
+        return looks and acl.has("aclrtStreamAbort") and not self._refused
+
+
+class TestAscendMemory(OfAnNpu):
     pass
 
 
-class TestGatedAscendMemoryWithOpenGates(OnNpu):
+class TestGatedAscendMemoryWithOpenGates(OfAnNpu):
     @pytest.fixture
     def npu_variant(self) -> npu.Variant:
         return npu.Variant("newest")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.acl_emulator import build
+from tests.emulation import build, needs_gcc
 from tests.torch_cpu import torch_cpu
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -21,7 +21,6 @@ GONE_SECONDS = 30.0
 MARK = "KVPULL_TEST_MARK"
 
 pytestmark = pytest.mark.timeout(SECONDS + 2 * GONE_SECONDS)
-needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="the emulator is compiled with gcc")
 
 
 @pytest.fixture
@@ -143,7 +142,6 @@ def with_an_npu(marked: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@needs_gcc
 def test_the_demo_runs_in_the_memory_of_an_npu_and_says_so(with_an_npu: dict[str, str]) -> None:
     ended = run("prefill_decode.py", {**with_an_npu, "KVPULL_DEVICE_BACKEND": "acl"})
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -155,7 +153,6 @@ def test_the_demo_runs_in_the_memory_of_an_npu_and_says_so(with_an_npu: dict[str
 
 
 @pytest.mark.slow
-@needs_gcc
 @pytest.mark.parametrize("prompt", [2, 7])
 def test_a_wrong_bit_is_noticed_on_an_npu_too(prompt: int, with_an_npu: dict[str, str]) -> None:
     ended = run(f"prefill_decode.py --spoil {prompt}", {**with_an_npu, "KVPULL_DEVICE_BACKEND": "acl"})
@@ -173,7 +170,6 @@ def test_a_demo_that_insists_on_an_npu_says_what_is_missing(marked: dict[str, st
 
 
 @pytest.mark.slow
-@needs_gcc
 @pytest.mark.parametrize("example", ["blocking_pull", "layers", "layerwise", "push_cache", "role_switch"])
 def test_examples_that_compute_with_numpy_run_where_there_is_an_npu(example: str, with_an_npu: dict[str, str]) -> None:
     ended = run(f"{example}.py", with_an_npu)

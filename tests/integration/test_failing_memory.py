@@ -6,23 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from numpy import int64
-from numpy.typing import NDArray
 
 from kvpull_async import CacheKey, LLMException, LLMStatusCode
-from kvpull_async.memory.base import Batches, MemoryBackend, Region, Until
-from kvpull_async.testing.faults import WrappedMemory
-from kvpull_async.values import Placement
+from kvpull_async.memory.base import Batches, MemoryBackend, Until
 from tests import duo
 from tests.conformance.api import AWAITED
 from tests.integration.own_loop import outcome, within
 from tests.integration.pushing import PUSHER, Ends, Stock, desc, ends
+from tests.integration.seeming import SeemingDevice
 from tests.integration.verifying import keyed, pull
 from tests.loop_nodes import eventually
 
@@ -33,39 +28,17 @@ sizes = pytest.mark.parametrize(("nbytes", "after"), [(96, 0), (5_000_000, 0), (
 """Bytes of a batch entry, and the pieces that are moved before the memory fails."""
 
 
-class Failing(WrappedMemory):
-    """Another memory as if it were that of a device: no loop and no other process touches it. While `armed` what is
-    lent (`reading`), or is to land, fails after so many pieces.
-    """
+class Failing(SeemingDevice):
+    """While `armed` what is lent (`reading`), or is to land, fails after so many pieces."""
 
     def __init__(self, inner: MemoryBackend, *, reading: bool, after: int) -> None:
-        super().__init__(inner, kind="failing")
+        super().__init__(inner)
         self.armed = True
         self._reading = reading
         self._after = after
 
-    def adopt(
-        self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement, owners: Sequence[object] = ()
-    ) -> tuple[Region, ...]:
-        regions = super().adopt(addresses, tensor_nbytes=tensor_nbytes, placement=placement, owners=owners)
-        return tuple(replace(region, device=0) for region in regions)
-
-    def landing(
-        self,
-        regions: Sequence[Region],
-        segments: NDArray[int64],
-        *,
-        until: Until | None = None,
-        landed: Callable[[int], None] | None = None,
-    ) -> Batches:
-        assert until is not None
-        pieces = super().landing(regions, segments, until=until, landed=landed)
-        return _failing(pieces, self._after) if self.armed and not self._reading else pieces
-
-    def lending(self, regions: Sequence[Region], segments: NDArray[int64], *, until: Until | None = None) -> Batches:
-        assert until is not None
-        pieces = super().lending(regions, segments, until=until)
-        return _failing(pieces, self._after) if self.armed and self._reading else pieces
+    def pieces(self, inner: Batches, until: Until, *, reading: bool) -> Batches:
+        return _failing(inner, self._after) if self.armed and reading is self._reading else inner
 
 
 def _failing(pieces: Batches, after: int) -> Batches:

@@ -9,6 +9,7 @@ import pytest
 
 from kvpull_async.memory.base import Allocation
 from kvpull_async.testing.faults import GatedMemory
+from kvpull_async.transport.shm.path import ShmPath
 from kvpull_async.values import Placement
 from tests import duo
 from tests.integration.own_loop import within
@@ -42,4 +43,26 @@ async def test_layers_are_given_while_others_have_yet_to_land(path: str) -> None
             memory.landing_gate.open()
             assert await within(following) == SOME
             assert [layer async for layer in layers] == list(range(SOME + 1, LAYERS))
+        assert all(layer_holds(cache, layer, source=0) for layer in range(LAYERS))
+
+
+async def test_no_layer_is_given_before_the_source_has_said_that_it_held_its_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On machines where a read may see a withdrawn source's bytes as if it still had them."""
+    monkeypatch.setattr(ShmPath, "unproven", lambda _path, _ticket: True)
+    async with duo.duo(transport="shm") as pair:
+        registry = duo.engine_of(pair.decoder).registry
+        registry.backend = memory = Staged(registry.backend, after=2 * SOME)
+        await pair.publish(LAYERED)
+        cache = await pair.destination(LAYERED)
+        memory.landing_gate.close()
+        async with pair.decoder.kv_cache_manager.pull_layers(key(), cache) as layers:
+            first = asyncio.ensure_future(layers.__anext__())
+            await memory.landing_gate.reached()
+            await asyncio.sleep(0.02)
+            assert not first.done(), "it lies there, but may not be what the source had"
+            memory.landing_gate.open()
+            assert await within(first) == 0
+            assert [layer async for layer in layers] == list(range(1, LAYERS))
         assert all(layer_holds(cache, layer, source=0) for layer in range(LAYERS))

@@ -15,8 +15,9 @@ import pytest
 
 from kvpull_async import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMException, Placement
 from tests import duo
-from tests.acl_emulator import Emulator, build
+from tests.acl_emulator import Emulator
 from tests.conformance.api import Api, Awaited, Blocking
+from tests.emulation import build
 from tests.integration.pushing import PUSHER, RECEIVER, Ends, Stock, desc, ends
 from tests.npu import Variant, serving
 

@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpull_async import CacheDesc, LLMException, LLMStatusCode, LLMTimeoutError
-from kvpull_async import engine as engine_module
+from kvpull_async.held import leaked
 from kvpull_async.testing.faults import Gate
 from kvpull_async.values import Placement
 from tests import duo, npu
@@ -263,6 +263,7 @@ async def test_p1_memory_of_the_caller_is_not_released_before_its_quarantine_is_
         assert intact_after([memory])
 
 
+@pytest.mark.allow_leak("acl-emulator-device")  # of an NPU that is all that is left: it is never given back
 @pytest.mark.parametrize("path", ["tcp", "inproc", "shm"])
 async def test_p8_finalize_leaves_memory_that_is_still_written_and_says_so(
     held: Any, path: str, caplog: pytest.LogCaptureFixture
@@ -276,4 +277,4 @@ async def test_p8_finalize_leaves_memory_that_is_still_written_and_says_so(
         assert any("region.leaked" in record.getMessage() for record in caplog.records)
         here.gate.open()  # what is held writes its next piece now, into memory that is still mapped
         assert sum(int(array.any()) for array in arrays)
-        engine_module._leaked.clear()
+        leaked.clear()

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from kvpull_async.self_test.report import SECTIONS
-from tests.acl_emulator import build
+from tests.emulation import build, needs_gcc
 
 SECONDS = 240
 
 pytestmark = [
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="the emulator is compiled with gcc"),
+    needs_gcc,
     pytest.mark.timeout(SECONDS + 30),
 ]
 
@@ -192,7 +191,7 @@ def test_an_older_release_is_well_without_what_it_lacks(release: str) -> None:
     done = report_of(build(release=release))
     assert done.returncode == 0, done.stdout
     if release == "8.0":
-        assert "without aclrtMemcpyBatch, aclrtMemcpyBatchAsync" in done.stdout
+        assert "without aclrtMemcpyBatchAsync, aclrtPointerGetAttributes, aclrtStreamAbort" in done.stdout
         assert "skipped  aborting a stream: the library has no aclrtStreamAbort" in done.stdout
 
 
@@ -208,6 +207,20 @@ def test_a_function_that_is_needed_and_missing_is_named() -> None:
     done = report_of(build(without=["aclrtMemset"]))
     assert "library" in failures(done)
     assert "lacks aclrtMemset" in done.stdout
+
+
+def test_the_settings_of_a_service_do_not_matter() -> None:
+    """Certificates that are not there, and no peers at all: no node would start, or link."""
+    service = {"KVPULL_TLS_CERTIFICATE": "/nowhere", "KVPULL_TLS_KEY": "/nowhere", "KVPULL_ALLOWED_CLUSTERS": "77"}
+    done = report_of(build(), **service)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_tried(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvpull_async.self_test", "--json", str(tmp_path / "nowhere" / "report.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--json: cannot be written: " in done.stderr
 
 
 def test_no_device_is_told() -> None:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from numpy import int64
-from numpy.typing import NDArray
 
 from kvpull_async import LLMException, LLMStatusCode, LLMTimeoutError
-from kvpull_async.memory.base import Batches, MemoryBackend, Region, Until
-from kvpull_async.testing.faults import WrappedMemory
-from kvpull_async.values import Placement
+from kvpull_async.memory.base import Batches, MemoryBackend, Until
 from tests import duo
 from tests.conformance.api import AWAITED
 from tests.integration.own_loop import outcome, within
 from tests.integration.pushing import Ends, Stock, desc, ends
+from tests.integration.seeming import SeemingDevice
 from tests.integration.verifying import by_id, pull
 from tests.loop_nodes import eventually
 
@@ -31,38 +27,18 @@ LIMIT = 10.0
 """Seconds after which this memory would end a wait by itself."""
 
 
-class Stuck(WrappedMemory):
-    """Another memory as if it were that of a device, which answers only once it is `free`."""
+class Stuck(SeemingDevice):
+    """It answers only once it is `free_again`."""
 
     def __init__(self, inner: MemoryBackend) -> None:
-        super().__init__(inner, kind="stuck")
+        super().__init__(inner)
         self.free_again = False
         self.waiting = 0
         self.gave_up = False
 
-    def adopt(
-        self, addresses: Sequence[int], *, tensor_nbytes: int, placement: Placement, owners: Sequence[object] = ()
-    ) -> tuple[Region, ...]:
-        regions = super().adopt(addresses, tensor_nbytes=tensor_nbytes, placement=placement, owners=owners)
-        return tuple(replace(region, device=0) for region in regions)
-
-    def landing(
-        self,
-        regions: Sequence[Region],
-        segments: NDArray[int64],
-        *,
-        until: Until | None = None,
-        landed: Callable[[int], None] | None = None,
-    ) -> Batches:
-        return self._slow(super().landing(regions, segments, until=until, landed=landed), until)
-
-    def lending(self, regions: Sequence[Region], segments: NDArray[int64], *, until: Until | None = None) -> Batches:
-        return self._slow(super().lending(regions, segments, until=until), until)
-
-    def _slow(self, pieces: Batches, until: Until | None) -> Batches:
-        assert until is not None
-        with closing(pieces):
-            for piece in pieces:
+    def pieces(self, inner: Batches, until: Until, *, reading: bool) -> Batches:
+        with closing(inner):
+            for piece in inner:
                 self._wait(until)
                 yield piece
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvpull_async import LLMException, LLMStatusCode
+from kvpull_async import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.answers import Answers
 from kvpull_async.protocol import frames
 from tests.wire import SAMPLES
@@ -47,6 +47,17 @@ async def test_what_would_be_refused_again_is_not_to_be_asked_again(answers: Ans
     with pytest.raises(LLMException) as caught:
         await asked
     assert not caught.value.retry_safe
+
+
+@pytest.mark.parametrize("status", [LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT])
+async def test_a_time_that_is_over_at_the_source_is_over_here(answers: Answers, status: LLMStatusCode) -> None:
+    asked, refused = answers.of_request(1), answers.refusal_of(2)
+    for number in (1, 2):
+        answers.deliver(frames.Refuse(number, int(status), "too late"), b"")
+    with pytest.raises(LLMTimeoutError, match="too late") as caught:
+        await asked
+    assert (caught.value.status_code, caught.value.retry_safe) == (status, True)
+    assert isinstance(await refused, LLMTimeoutError)
 
 
 async def test_a_sum_may_come_together_with_its_grant_and_is_there_when_it_is_waited_for(answers: Answers) -> None:

@@ -19,8 +19,10 @@ from kvpull_async._deadline import Deadline
 from kvpull_async.config import Settings
 from kvpull_async.crossing import awaited, blocked
 from kvpull_async.engine import Engine, end, end_awaited, live_engines
+from kvpull_async.held import leaked
 from kvpull_async.managers.manager import Operation
 from kvpull_async.memory.choosing import Unopened
+from kvpull_async.testing.faults import WrappedMemory
 from kvpull_async.transport.tcp import TcpTransport
 from tests.duo import DECODER, PROMPT, SMALL, cluster, duo, engine_of, frozen, holds, node, options
 from tests.loop_nodes import event_log, eventually
@@ -173,8 +175,8 @@ async def test_memory_that_is_still_written_is_left_and_named() -> None:
             loop.call_soon_threadsafe(lambda: entry.quarantine(loop.create_future()))
             await eventually(lambda: cache.quarantined)
         assert log.named("region.leaked", cache_id=cache.cache_id)
-    assert entry in engine_module._leaked
-    engine_module._leaked.remove(entry)
+    assert entry in leaked
+    leaked.remove(entry)
 
 
 class SlowMemory(Unopened):
@@ -204,6 +206,39 @@ async def test_p8_memory_that_does_not_close_is_left_and_named(*, awaitable: boo
     assert told == [(0, False, True)]
     memory.go_on.set()
     assert engine.memory_closed(BOUND)
+
+
+async def test_what_has_ended_when_it_is_looked_at_is_not_said_to_be_stuck() -> None:
+    engine = Engine(settings(), dropped=None)
+    engine.ask_to_stop()
+    assert engine.ended(BOUND)
+    assert engine.memory_closed(BOUND)
+    with event_log() as log:
+        engine.stuck()
+        engine.events.close(BOUND)
+    assert log.named("engine.stuck") == []
+
+
+class LeakyMemory(WrappedMemory):
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner, kind="leaky")
+        self.leaked: list[Any] = []
+
+    def leak(self, regions: Any) -> None:
+        self.leaked += regions
+        super().leak(regions)
+
+
+async def test_p1_the_memory_hears_what_it_must_never_give_back() -> None:
+    async with node(LLMRole.DECODER, DECODER, close_timeout=200, settle_timeout=50) as decoder:
+        engine = engine_of(decoder)
+        engine.registry.backend = memory = LeakyMemory(engine.memory)
+        caches = [await decoder.kv_cache_manager.allocate_cache(SMALL) for _ in range(2)]
+        entry: Any = caches[0]._binding
+        engine.core.loop.call_soon_threadsafe(lambda: entry.quarantine(engine.core.loop.create_future()))
+        await eventually(lambda: caches[0].quarantined)
+    assert memory.leaked == list(entry.regions)
+    leaked.remove(entry)
 
 
 async def test_an_interrupted_finalize_still_ends_the_threads() -> None:
@@ -325,5 +360,5 @@ async def test_p7_memory_that_is_still_read_at_the_end_is_kept_and_named() -> No
         await made.finalize()
         assert [event["cache_id"] for event in events.named("region.leaked")] == [cache.cache_id]
     assert engine.counters.snapshot()["regions_leaked"] == 1
-    assert any(kept is entry for kept in engine_module._leaked)
-    engine_module._leaked.clear()
+    assert any(kept is entry for kept in leaked)
+    leaked.clear()

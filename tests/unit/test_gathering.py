@@ -75,6 +75,25 @@ async def test_memory_that_no_worker_takes_is_not_held() -> None:
     assert not scene.entry.busy
 
 
+@pytest.mark.parametrize("here", [True, False])
+async def test_p7_a_lending_ends_with_what_fails_in_the_middle(here: bool) -> None:
+    scene, ended, gone = Scene(), threading.Event(), memoryview(b"")
+    gone.release()
+
+    def lending() -> Batches:
+        try:
+            yield [memoryview(b"some "), gone]
+            yield [memoryview(b"bytes")]
+        finally:
+            ended.set()
+
+    with pytest.raises(TypeError, match="bytes-like") as caught:
+        await gathered(lending(), scene.entry, scene.workers, here=here, until=Until())
+    assert ended.is_set(), f"kept by {caught.value!r}"
+    await eventually(lambda: not scene.entry.busy)
+    scene.workers.close(5.0)
+
+
 @pytest.mark.parametrize("by", ["a cancellation", "the end of the cache"])
 async def test_p1_memory_is_not_waited_for_when_nobody_wants_its_bytes(by: str) -> None:
     scene, gate, until = Scene(), threading.Event(), Until()

@@ -332,3 +332,18 @@ async def test_a_puller_that_ends_no_grant_is_refused_more_of_them() -> None:
     scene.path.transfers[0].settled.set_result(None)
     scene.serving.abort()
     await eventually(lambda: not scene.entry.busy)
+
+
+async def test_p4_bytes_that_cannot_be_stopped_hold_up_the_next_request_for_a_moment() -> None:
+    scene = Scene(lease_margin=0.0)
+    scene.ask(1)
+    await scene.granted()
+    scene.path.transfers[0].refuses = True
+    scene.serving.receive(frames.Cancel(1), b"")
+    scene.ask(2, remaining_ms=900)
+    await scene.heard(frames.Grant, 2)
+    assert scene.entry.busy
+    for transfer in scene.path.transfers:
+        transfer.settled.set_result(None)
+    scene.serving.abort()
+    await eventually(lambda: not scene.entry.busy)

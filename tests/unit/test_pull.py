@@ -73,7 +73,8 @@ async def test_memory_that_a_loop_cannot_touch_is_filled_by_a_worker() -> None:
     bench.entry.direct = False
     await bench.pull().run()
     assert bench.landed()
-    assert bench.link.workers._threads
+    assert bench.link.workers.apart._threads
+    assert not bench.link.workers._threads
     await bench.link.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 
@@ -41,14 +40,20 @@ async def test_p2_the_pull_has_happened_once_the_source_has_confirmed_it(bench: 
 
 
 async def test_nobody_is_told_of_what_is_not_final_before_the_confirmation(bench: Bench) -> None:
-    def fail(total: int) -> None:
-        raise AssertionError(f"told of {total} bytes")
-
-    pull = bench.pull()
-    wanted = pull._wanted
-    pull._wanted = replace(wanted, span=lambda grant: replace(wanted.span(grant), landed=fail))
-    await pull.run()
+    told: list[int] = []
+    bench.landed_bytes = told.append
+    await bench.pull().run()
+    assert bench.landed()
     assert bench.link.path.expected[-1].span.landed is None
+    assert told == [], "by the memory itself"
+
+
+async def test_who_asks_is_told_of_what_is_final_at_once(bench: Bench) -> None:
+    told: list[int] = []
+    bench.landed_bytes, bench.link.ticket = told.append, b"as good as sent"
+    await bench.pull().run()
+    assert bench.link.path.expected[-1].span.landed is not None
+    assert told[-1] == 4 * bench.size
 
 
 async def test_p2_bytes_of_memory_that_was_taken_away_are_an_error_and_consume_no_key(bench: Bench) -> None:

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from tests.loop_nodes import eventually
-from tests.pull_link import STREAMED, Bench
+from tests.orders import endings
+from tests.pull_link import STREAMED, Bench, LoopTransfer
 
 BROKEN = LLMStatusCode.LLM_DEVICE_MEM_ERROR
 
@@ -74,3 +75,27 @@ async def test_p2_memory_is_waited_for_until_the_deadline_or_the_end_of_the_pull
     with pytest.raises(asyncio.CancelledError):
         await task
     assert until.stopped
+
+
+async def test_p1_a_pull_is_aborted_before_its_memory_is_told_to_wait_no_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = await begun(bench)
+    heard = endings(monkeypatch, LoopTransfer)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert heard == ["abort", "stop"]
+
+
+async def test_a_wait_for_the_device_that_was_too_long_is_no_broken_connection(bench: Bench) -> None:
+    """LLMTimeoutError is an OSError, too: nobody is asked why the connection broke."""
+    task = await begun(bench)
+    transfer = bench.link.path.transfers[0]
+    transfer.fail(LLMTimeoutError("the device did not answer in time", status_code=LLMStatusCode.LLM_TIMEOUT))
+    await asyncio.wait([transfer.settled])
+    for _ in range(20):  # turns: nothing is waited for by the clock
+        await asyncio.sleep(0)
+    assert task.done()
+    with pytest.raises(LLMTimeoutError, match="the device did not answer"):
+        await task

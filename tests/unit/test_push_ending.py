@@ -13,7 +13,8 @@ import pytest
 from kvpull_async.protocol import frames
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from tests.loop_nodes import eventually
-from tests.unit.push_link import PushBench
+from tests.orders import endings
+from tests.unit.push_link import Lent, PushBench
 from tests.unit.test_push import bench, failure, sending, sent
 
 __all__ = ["bench", "sent"]
@@ -269,3 +270,18 @@ async def test_a_source_without_the_memory_it_was_registered_with_is_not_offered
     assert error.status_code == LLMStatusCode.LLM_PARAM_INVALID
     assert bench.link.lane.heard == []
     bench.quiet()
+
+
+async def test_p1_a_push_is_aborted_before_its_memory_is_told_to_wait_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = PushBench("ticket")
+    bench.link.silent = True
+    task = asyncio.ensure_future(bench.push().run())
+    await eventually(lambda: bool(bench.link.lane.heard))
+    heard = endings(monkeypatch, Lent)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert heard[:2] == ["abort", "stop"]
+    bench.link.lane.lose("the connection broke")
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await bench.link.close()

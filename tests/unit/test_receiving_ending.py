@@ -15,7 +15,8 @@ from kvpull_async.protocol import frames
 from kvpull_async.status import LLMStatusCode
 from kvpull_async.testing.stubborn import StubbornPath
 from tests.loop_nodes import event_log, eventually
-from tests.serving import STRIDE, Scene
+from tests.orders import endings
+from tests.serving import STRIDE, FakeTransfer, Scene
 from tests.unit.test_receiving import (
     BYTES,
     LINK_FAILED,
@@ -306,5 +307,19 @@ async def test_memory_that_a_loop_cannot_touch_is_never_written_on_the_spot() ->
     scene.offer(1, BYTES)
     assert not scene.of(frames.Result)
     assert (await scene.result(1)).status == OK
-    assert scene.workers._threads
+    assert scene.workers.apart._threads
+    assert not scene.workers._threads
     scene.workers.close(5.0)
+
+
+async def test_p1_bytes_are_aborted_before_their_memory_is_told_to_wait_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene()
+    scene.offer(1, **STREAMED)
+    await eventually(lambda: bool(scene.path.transfers))
+    heard = endings(monkeypatch, FakeTransfer)
+    scene.serving.receive(frames.Cancel(1), b"")
+    await scene.result(1)
+    assert heard == ["abort", "stop"]
+    await goes_on(scene)

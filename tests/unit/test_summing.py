@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvpull_async import sums
-from kvpull_async._workers import Workers
+from kvpull_async._workers import Job, Workers
 from kvpull_async.memory.base import PIECE_BYTES, Batches, Until
 from kvpull_async.registry import Entry, Registry
 from kvpull_async.status import LLMException, LLMStatusCode
@@ -22,6 +22,7 @@ from kvpull_async.summing import Summed
 from kvpull_async.testing.faults import GatedMemory
 from kvpull_async.values import CacheDesc, DataType, Placement
 from tests.loop_nodes import PlainMemory, eventually
+from tests.orders import endings
 
 NBYTES = 3 * PIECE_BYTES
 
@@ -165,3 +166,15 @@ async def test_only_a_few_bytes_in_a_few_rows_of_ordinary_memory_are_summed_on_a
     assert summing.settled >= at_once
     assert await summing.digest() == sums.sum_of(sums.begin("crc32", where="here"), [[memoryview(b"some")]])
     assert (readers == [threading.current_thread()]) == at_once
+
+
+async def test_p1_a_sum_is_aborted_before_its_memory_is_told_to_wait_no_more(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.gate.close()
+    summing, heard = scene.sum(), endings(monkeypatch, Job)
+    await scene.gate.reached()
+    summing.abort()
+    assert heard == ["abort", "stop"]
+    scene.gate.open()
+    await eventually(lambda: summing.settled)

@@ -215,3 +215,13 @@ def test_the_cause_is_what_was_raised_below() -> None:
     assert cause_of(below) is below
     assert cause_of(wrapped) is below
     assert cause_of(asyncio.CancelledError()) is None
+
+
+async def test_p1_an_error_that_says_itself_that_the_memory_may_still_be_written_goes_on_saying_so() -> None:
+    async def closed() -> None:
+        raise LLMException("closed under a copy", retry_safe=True, destination_unsafe=True)
+
+    with pytest.raises(LLMException, match="closed under") as caught:
+        await Wait(Scene(), closed).run()
+    assert caught.value.destination_unsafe
+    assert not caught.value.retry_safe

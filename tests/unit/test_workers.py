@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from kvpull_async._workers import Workers, report_to, resolve
+from kvpull_async._workers import Workers, report_to, resolve, stand_in_here
 from tests.unit.working import BOUND, Gate, variable, workers
 
 # -- the executor ------------------------------------------------------------------------------------------------------
@@ -262,3 +262,40 @@ async def test_a_wait_is_ended_once_and_what_has_ended_or_is_not_there_stays_as_
         resolve(future)
     assert waiting.result() is None
     assert given_up.cancelled()
+
+
+# -- those apart -------------------------------------------------------------------------------------------------------
+
+
+def test_p5_what_hangs_apart_holds_up_nobody_else() -> None:
+    workers, resume = Workers(1), threading.Event()
+    try:
+        hanging = workers.apart.submit(resume.wait, 20)
+        assert workers.apart is workers.apart
+        assert workers.submit(lambda: 7).result(20) == 7
+        assert not hanging.done()
+        assert workers.close(0) >= 1
+    finally:
+        resume.set()
+    assert workers.close(20) == 0
+    with pytest.raises(RuntimeError, match="shut down"):
+        workers.apart.submit(int)
+
+
+def test_those_apart_that_are_first_asked_for_at_the_end_do_nothing() -> None:
+    workers = Workers(1)
+    workers.close(0)
+    with pytest.raises(RuntimeError, match="shut down"):
+        workers.apart.submit(int)
+
+
+def test_the_stand_in_is_for_the_pool_of_the_thread_that_hangs() -> None:
+    one, other = Workers(1), Workers(1)
+    try:
+        one.submit(stand_in_here, begins=True).result(20)
+        stand_in_here(begins=True)  # this thread is no pool's
+        assert (one.limit, other.limit) == (2, 1)
+        one.submit(stand_in_here, begins=False).result(20)
+        assert one.limit == 1
+    finally:
+        assert one.close(20) == other.close(20) == 0

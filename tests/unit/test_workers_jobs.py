@@ -153,3 +153,18 @@ async def test_a_job_that_stepped_back_can_be_stopped_and_settles() -> None:
     await asyncio.wait_for(asyncio.gather(*(job.settled for job in jobs)), 20)
     assert all(job.done.cancelled() for job in jobs)
     assert pool.close(5.0) == 0
+
+
+async def test_a_job_that_never_began_is_over_as_soon_as_it_is_aborted() -> None:
+    """However long the work before it takes: its memory is as it was."""
+    resume, steps = threading.Event(), Steps()
+    with workers(1) as executor:
+        executor.submit(resume.wait, BOUND)
+        job = Job(executor, steps.run())
+        assert job.abort()
+        assert job.abort()
+        assert job.settled.done()
+        assert job.done.cancelled()
+        resume.set()
+        assert await asyncio.wrap_future(executor.submit(lambda: 7)) == 7
+        assert not steps.gate.entered.is_set()

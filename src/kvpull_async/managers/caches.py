@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from kvpull_async import plan
 from kvpull_async._deadline import Deadline, absorb
-from kvpull_async._workers import Job, resolve
+from kvpull_async._workers import Job, Workers, resolve
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.node import Node
 from kvpull_async.memory.base import PIECE_BYTES, Allocation, Region, Until, copy_batches
 from kvpull_async.registry import Entry, key_id
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
+from kvpull_async.transport.base import break_off
 from kvpull_async.values import BlocksCacheKey, Cache, CacheDesc, CacheKey, KvCache, LLMRole, Placement
 from kvpull_async.values import foreign as foreign_memory
 from kvpull_async.values._check import INVALID_ID, instance, integers, require, type_error, uint64
@@ -42,6 +43,12 @@ UNMANAGED: Final = -1
 """The id of a handle that no manager made."""
 _AGAIN: Final = 0.005
 """Seconds between two attempts to allocate."""
+_LOOK: Final = 5.0
+"""Seconds between two looks whether a copy gets on. They are counted: a process that was stopped meanwhile has not been
+slow.
+"""
+_LOOKS: Final = 7
+"""So many in a row without a byte end it: later than whatever bounds the memory's own waits."""
 
 
 def checked_keys(keys: object) -> list[CacheKey]:
@@ -132,7 +139,8 @@ async def _with_patience(
     while True:
         worth_it = backend.returning(placement)  # before: what comes back meanwhile comes too late for this attempt
         try:
-            return await _in_worker(node, make, backend.free, dialect)
+            workers = node.workers.apart if backend.waits(placement) else node.workers
+            return await _in_worker(workers, make, backend.free, dialect)
         except LLMException as error:
             full = error.status_code == dialect.out_of_memory_status
             if not full or patience.expired or not (worth_it or backend.returning(placement)):
@@ -141,11 +149,11 @@ async def _with_patience(
 
 
 async def _in_worker(
-    node: Node, make: Callable[[], Allocation], undo: Callable[[Allocation], None], dialect: Dialect
+    workers: Workers, make: Callable[[], Allocation], undo: Callable[[Allocation], None], dialect: Dialect
 ) -> Allocation:
     """Run `make` on a worker. When the caller is cancelled meanwhile, what it makes is given back."""
     try:
-        job = asyncio.get_running_loop().run_in_executor(node.workers, make)
+        job = asyncio.get_running_loop().run_in_executor(workers, make)
     except RuntimeError as error:  # no thread to be had
         raise LLMException(f"there is no memory: {error}", status_code=dialect.out_of_memory_status) from error
     try:
@@ -308,7 +316,7 @@ async def carry_out(
     node: Node, dialect: Dialect, src: Entry, dst: Entry, copying: Callable[[Until], Iterable[int]]
 ) -> None:
     """Run the bounded steps of a copy between two caches, which stay until the last one has ended. `dst` is quarantined
-    when a cancelled copy does not stop in time.
+    when a copy that was cancelled, or has not got on for long, does not stop in time.
     """
     patience = Deadline.after_ms(node.settings.settle_timeout_ms)
     if dst.quarantined and not await dst.idle(patience, writers_only=True):
@@ -319,7 +327,7 @@ async def carry_out(
         entry.reach(writing=entry is dst)
     until = Until()
     try:
-        job = Job(node.workers, copying(until))
+        job = Job(node.workers if src.direct and dst.direct else node.workers.apart, copying(until))
     except RuntimeError as error:  # no thread to be had
         raise LLMException(f"nothing can be copied: {error}", status_code=dialect.out_of_memory_status) from error
     released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -331,19 +339,37 @@ async def carry_out(
             pin.release()
 
     try:
-        both: list[asyncio.Future[Any]] = [job.done, released]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if released.done():
-            raise LLMException("a cache was released during the copy", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
-        try:
-            job.done.result()
-        except MemoryError as error:
-            raise LLMException(f"no memory to copy: {error}", status_code=dialect.out_of_memory_status) from error
-    except BaseException:
-        until.stop()
-        job.abort()
+        await _copied(job, released, dialect)
+    except BaseException as error:
+        break_off(job, until)
         if not await absorb([job.settled], Deadline.after_ms(node.settings.settle_timeout_ms)):
             dst.quarantine(job.settled)
+            node.counters.add("regions_quarantined")
+            node.log.warning("region.quarantined", cache_id=dst.cache_id)
+            if isinstance(error, LLMException):
+                error.destination_unsafe, error.retry_safe = True, False
         raise
     finally:
         job.settled.add_done_callback(unpin)
+
+
+async def _copied(job: Job, released: asyncio.Future[None], dialect: Dialect) -> None:
+    """Wait for the copy, unless a cache is released or the copy gets on no more: a device that can be neither waited
+    for nor stopped must not hold its caller. Raises what made it fail.
+    """
+    both: list[asyncio.Future[Any]] = [job.done, released]
+    looks, total = 0, -1
+    while not (await asyncio.wait(both, timeout=_LOOK, return_when=asyncio.FIRST_COMPLETED))[0]:
+        looks, total = 0 if job.total != total else looks + 1, job.total
+        if looks == _LOOKS:
+            reason = f"the copy has not got on for {_LOOK * _LOOKS:g} s"
+            raise LLMTimeoutError(reason, status_code=dialect.timeout_status)
+    if released.done():
+        raise LLMException("a cache was released during the copy", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+    try:
+        job.done.result()
+    except MemoryError as error:
+        reason, cause = f"no memory to copy: {error}", error.with_traceback(None)
+        raise LLMException(reason, status_code=dialect.out_of_memory_status) from cause
+    except LLMException as error:  # without the thread that copied: who keeps it would keep the memory
+        raise error.with_traceback(None)  # noqa: B904

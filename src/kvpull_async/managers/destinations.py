@@ -138,7 +138,7 @@ class _Destination:
         )
 
     def _lend(self, grant: frames.Grant, until: Until) -> Batches:
-        backend, span = self._node.registry.backend, self.span(grant)
+        backend, span = self._node.registry.backend, self.span(grant, until)
         return planned(span.rows, lambda rows: backend.lending(span.regions, rows, until=until))
 
     def _differs(self, source: bytes, here: bytes) -> LLMException:
@@ -204,12 +204,12 @@ class _Destination:
             return partial(plan.block_segments, tensors, self.given.src_blocks, block_nbytes=self.entry.entry_nbytes)
         return partial(plan.run_segments, tensors, start=grant.start, size=grant.per_tensor)
 
-    def span(self, grant: frames.Grant) -> Span:
+    def span(self, grant: frames.Grant, until: Until) -> Span:
         most_rows = len(self.tensors) * max(1, self.given.dst_blocks.size)
         rows = partial(self.segments, grant.per_tensor)
-        return Span(self.entry.regions, rows, self._landed, most_rows, self.entry.direct, self.alike())
+        return Span(self.entry.regions, rows, self.entry.direct, self._landed, most_rows, self.alike(), until)
 
-    def land(self, grant: frames.Grant, until: Until) -> tuple[Batches, int]:
+    def land(self, grant: frames.Grant, span: Span) -> tuple[Batches, int]:
         if grant.tensors != len(self.tensors) or not self.fits(grant.per_tensor):
             raise LLMException(
                 f"the source granted {grant.per_tensor} bytes of {grant.tensors} tensors, "
@@ -219,7 +219,7 @@ class _Destination:
         if self._layers is not None:
             tensors, each = self.tensors, self.given.per_layer
             self._layers.expect(range(tensors.start // each, tensors.stop // each), each * grant.per_tensor)
-        backend, span = self._node.registry.backend, self.span(grant)
+        backend, until = self._node.registry.backend, span.until
         landing = planned(span.rows, lambda rows: backend.landing(span.regions, rows, until=until, landed=span.landed))
         return landing, grant.tensors * grant.per_tensor
 

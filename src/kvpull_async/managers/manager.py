@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
@@ -321,7 +322,12 @@ class Manager:
             raise LLMException(
                 f"cache {handle.cache_id} was released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
             )
-        view = tensor_bytes(self._node, self._dialect, handle._binding, index)
+        began = time.monotonic()
+        try:
+            view = tensor_bytes(self._node, self._dialect, handle._binding, index)
+        except LLMException as error:
+            error.operation, error.elapsed_ms = "get_cache_tensors", round((time.monotonic() - began) * 1000, 3)
+            raise
         return [Tensor.from_buffer(view, TensorDesc(desc.data_type, list(desc.shape)))]
 
     def settled(self, cache: object, timeout: object) -> Operation[None]:

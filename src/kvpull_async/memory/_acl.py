@@ -17,11 +17,8 @@ from pathlib import PurePath
 from typing import Any, ClassVar, Final
 
 __all__ = [
-    "FAST_LAUNCH",
-    "FAST_SYNC",
     "OPTIONAL",
     "REQUIRED",
-    "WAIT_FOR_EVER",
     "Acl",
     "AclMissing",
     "LocationType",
@@ -48,25 +45,15 @@ class MemcpyKind(IntEnum):
 
 
 class MallocPolicy(IntEnum):
-    """aclrtMemMallocPolicy: the pages of device memory. Those of every release."""
+    """aclrtMemMallocPolicy: the pages of device memory; huge ones, if the device has any left."""
 
     HUGE_FIRST = 0
-    HUGE_ONLY = 1
-    NORMAL_ONLY = 2
-    HUGE_FIRST_P2P = 3
-    HUGE_ONLY_P2P = 4
-    NORMAL_ONLY_P2P = 5
 
 
 class MemAttr(IntEnum):
     """aclrtMemAttr: which memory aclrtGetMemInfo speaks of. HBM is "the device's memory" in every release."""
 
-    DDR = 0
     HBM = 1
-    DDR_HUGE = 2
-    DDR_NORMAL = 3
-    HBM_HUGE = 4
-    HBM_NORMAL = 5
 
 
 class LocationType(IntEnum):
@@ -85,14 +72,6 @@ class StreamStatus(IntEnum):
     COMPLETE = 0
     NOT_READY = 1
     RESERVED = 0xFFFF
-
-
-# Flags of aclrtCreateStreamWithConfig.
-FAST_LAUNCH: Final = 1
-FAST_SYNC: Final = 2
-
-# The timeout of aclrtSynchronizeStreamWithTimeout, else in ms; what 0 means is not documented.
-WAIT_FOR_EVER: Final = -1
 
 
 # --- structures ---
@@ -138,8 +117,6 @@ REQUIRED: Final[dict[str, Signature]] = {
     "aclInit": (_CODE, (c_char_p,)),
     "aclrtGetDeviceCount": (_CODE, (_OUT_UINT32,)),
     "aclrtSetDevice": (_CODE, (c_int32,)),
-    "aclrtGetCurrentContext": (_CODE, (_OUT_HANDLE,)),
-    "aclrtSetCurrentContext": (_CODE, (_HANDLE,)),
     "aclrtCreateStream": (_CODE, (_OUT_HANDLE,)),
     "aclrtDestroyStream": (_CODE, (_HANDLE,)),
     "aclrtSynchronizeStream": (_CODE, (_HANDLE,)),
@@ -153,15 +130,11 @@ REQUIRED: Final[dict[str, Signature]] = {
 }
 OPTIONAL: Final[dict[str, Signature]] = {
     "aclGetRecentErrMsg": (c_char_p, ()),
-    "aclrtCreateStreamWithConfig": (_CODE, (_OUT_HANDLE, c_uint32, c_uint32)),
     "aclrtDestroyStreamForce": (_CODE, (_HANDLE,)),
-    "aclrtDeviceCanAccessPeer": (_CODE, (_OUT_INT32, c_int32, c_int32)),
-    "aclrtDeviceEnablePeerAccess": (_CODE, (c_int32, c_uint32)),
-    "aclrtGetDevice": (_CODE, (_OUT_INT32,)),
+    "aclrtGetCurrentContext": (_CODE, (_OUT_HANDLE,)),
     "aclrtGetMemInfo": (_CODE, (c_int, _OUT_SIZE, _OUT_SIZE)),
     "aclrtGetSocName": (c_char_p, ()),
     "aclrtGetVersion": (_CODE, (_OUT_INT32, _OUT_INT32, _OUT_INT32)),
-    "aclrtMemcpyBatch": (_CODE, _BATCH),
     "aclrtMemcpyBatchAsync": (_CODE, (*_BATCH, _HANDLE)),
     "aclrtPointerGetAttributes": (_CODE, (_ADDRESS, POINTER(PtrAttributes))),
     "aclrtStreamAbort": (_CODE, (_HANDLE,)),
@@ -181,8 +154,6 @@ class Acl:
     aclInit: Callable[..., int]
     aclrtGetDeviceCount: Callable[..., int]
     aclrtSetDevice: Callable[..., int]
-    aclrtGetCurrentContext: Callable[..., int]
-    aclrtSetCurrentContext: Callable[..., int]
     aclrtCreateStream: Callable[..., int]
     aclrtDestroyStream: Callable[..., int]
     aclrtSynchronizeStream: Callable[..., int]
@@ -195,15 +166,11 @@ class Acl:
     aclrtMemcpyAsync: Callable[..., int]
 
     aclGetRecentErrMsg: Callable[[], bytes | None] | None
-    aclrtCreateStreamWithConfig: Callable[..., int] | None
     aclrtDestroyStreamForce: Callable[..., int] | None
-    aclrtDeviceCanAccessPeer: Callable[..., int] | None
-    aclrtDeviceEnablePeerAccess: Callable[..., int] | None
-    aclrtGetDevice: Callable[..., int] | None
+    aclrtGetCurrentContext: Callable[..., int] | None
     aclrtGetMemInfo: Callable[..., int] | None
     aclrtGetSocName: Callable[[], bytes | None] | None
     aclrtGetVersion: Callable[..., int] | None
-    aclrtMemcpyBatch: Callable[..., int] | None
     aclrtMemcpyBatchAsync: Callable[..., int] | None
     aclrtPointerGetAttributes: Callable[..., int] | None
     aclrtStreamAbort: Callable[..., int] | None

@@ -6,6 +6,8 @@ ahead in the same way. It must not know caches, links or peers.
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -20,13 +22,12 @@ from kvpull_async.memory._acl import Acl, MemcpyKind
 from kvpull_async.memory.base import PIECE_BYTES, Allocation, Batches, MemoryBackend, Region, Until
 from kvpull_async.memory.budget import Budget
 from kvpull_async.memory.host import HostMemory
-from kvpull_async.memory.npu.codes import STILL_RUNNING, AclError
 from kvpull_async.memory.npu.device import Device
-from kvpull_async.memory.npu.layout import ALIGNMENT, SLOT_BYTES, loads, overlapping
+from kvpull_async.memory.npu.layout import ALIGNMENT, SLOT_BYTES, bases_of, loads, named, overlapping
 from kvpull_async.memory.npu.pool import Block, Pool
 from kvpull_async.memory.npu.staged import Staged
 from kvpull_async.memory.npu.staging import Slots
-from kvpull_async.memory.npu.streams import Copies
+from kvpull_async.memory.npu.streams import LONGEST, Copies
 from kvpull_async.memory.publications import Publications
 from kvpull_async.status import LLMException, LLMStatusCode
 from kvpull_async.values import Placement
@@ -38,6 +39,7 @@ _GUARD: Final = 32
 _CLOSING: Final = 2.0
 """Seconds that the threads have to end at `close`."""
 _ROWS: Final = 4096
+_LEFT: Final = "a copy could not be stopped: none of the memory of the device is given back before the process ends"
 
 
 class AscendMemory(MemoryBackend):
@@ -53,8 +55,11 @@ class AscendMemory(MemoryBackend):
         self._pool = Pool(device.malloc, device.free)
         self._slots = Slots(partial(device.malloc_host, SLOT_BYTES), device.free_host)
         self._staged = Staged(device, self._slots)
+        self._adopted: Counter[tuple[int, int]] = Counter()
+        """How often memory of these addresses and lengths is registered here."""
         self._checked: set[tuple[int, int]] = set()
-        """Addresses and lengths of adopted memory that is known to be the device's."""
+        """Which of it is known to be the device's. Others' is looked at each time, since nobody says when it goes."""
+        self._lock = threading.Lock()  # protects _adopted and _checked
         self._closed = False
 
     @property
@@ -69,22 +74,23 @@ class AscendMemory(MemoryBackend):
     # -- regions ----------------------------------------------------------------------------------------------------
 
     def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
-        """Device memory comes from a pool, in one block for all tensors, and is cleared before it is used again."""
+        """Device memory comes from a pool, in one block for all tensors, and is cleared before it is used again. What a
+        device that hangs may still clear is lost, and counts against the budget for ever.
+        """
         if placement is Placement.HOST:
             return self._host.allocate(tensors=tensors, tensor_nbytes=tensor_nbytes, placement=placement)
         step = _round_up(_round_up(tensor_nbytes, _GUARD) + _GUARD, ALIGNMENT)
         nbytes = step * tensors
         self._budget.reserve(nbytes)
+        deadline = Deadline.after_ms(LONGEST * 1000)
         try:
-            block = self._pool.take(nbytes)
+            block = self._pool.take(nbytes, deadline)
         except BaseException:
             self._budget.give_back(nbytes)
             raise
         try:
-            self.device.clear(block.address, block.nbytes)
-        except BaseException as error:
-            if isinstance(error, AclError) and error.code in STILL_RUNNING:
-                self._pool.lose(block)
+            self.device.clear(block.address, block.nbytes, deadline, unsettled=lambda: self._pool.lose(block))
+        except BaseException:
             self._give_back(block, nbytes)
             raise
         places = range(block.address, block.address + nbytes, step)
@@ -97,6 +103,9 @@ class AscendMemory(MemoryBackend):
         else:
             self._give_back(allocation.regions[0].owner, allocation.nbytes)
 
+    def waits(self, placement: Placement) -> bool:
+        return placement is Placement.DEVICE
+
     def returning(self, placement: Placement) -> bool:
         return placement is Placement.HOST and self._host.returning(placement)
 
@@ -107,11 +116,20 @@ class AscendMemory(MemoryBackend):
         made = self._host.adopt(addresses, tensor_nbytes=tensor_nbytes, placement=placement, owners=owners)
         if placement is Placement.HOST:
             return made
+        with self._lock:
+            self._adopted.update((each.address, each.nbytes) for each in made)
         return tuple(Region(each.address, each.nbytes, placement, each.owner, self.device.number) for each in made)
 
     def disown(self, regions: tuple[Region, ...]) -> None:
-        self._checked.difference_update((region.address, region.nbytes) for region in regions)
+        gone = [(region.address, region.nbytes) for region in regions if region.device is not None]
+        with self._lock:
+            self._adopted -= Counter(gone)
+            self._checked.difference_update(gone)
         self._host.disown(regions)
+
+    def leak(self, regions: Sequence[Region]) -> None:
+        for block in {region.owner for region in regions if isinstance(region.owner, Block)}:
+            self._pool.lose(block)
 
     def reach(self, regions: Sequence[Region], *, writing: bool) -> None:
         """What is said to be the device's is looked at when bytes move: asking the device may take a while."""
@@ -137,12 +155,12 @@ class AscendMemory(MemoryBackend):
         until: Until | None = None,
         landed: Callable[[int], None] | None = None,
     ) -> Batches:
-        if all(region.device is None for region in regions):
+        if not _any_on_device(regions, segments):
             return self._host.landing(regions, segments, until=until, landed=landed)
         return self._landing(regions, segments, until or Until(), landed or _nobody)
 
     def lending(self, regions: Sequence[Region], segments: NDArray[np.int64], *, until: Until | None = None) -> Batches:
-        if all(region.device is None for region in regions):
+        if not _any_on_device(regions, segments):
             return self._host.lending(regions, segments, until=until)
         return self._lending(regions, segments, until or Until())
 
@@ -155,7 +173,8 @@ class AscendMemory(MemoryBackend):
         until: Until | None = None,
     ) -> Generator[int, None, None]:
         """Within the device, or within the host's memory, at once; between them by way of the slots."""
-        there = {region.device is not None for region in (*sources, *destinations)}
+        used = (*named(sources, pairs[:, 0]).values(), *named(destinations, pairs[:, 2]).values())
+        there = {region.device is not None for region in used}
         if there == {True}:
             return self._copying(sources, destinations, pairs, until or Until())
         if True in there:
@@ -179,6 +198,7 @@ class AscendMemory(MemoryBackend):
             self._pool.close()
         else:
             self._pool.abandon()
+            self.device.failed(LLMException(_LEFT, status_code=LLMStatusCode.LLM_FAILED))
         self._slots.returned(deadline)  # what comes later cannot be freed any more
         self.device.copiers.close(deadline)
         self._host.close()
@@ -188,7 +208,7 @@ class AscendMemory(MemoryBackend):
     def _landing(
         self, regions: Sequence[Region], segments: NDArray[np.int64], until: Until, landed: Callable[[int], None]
     ) -> Batches:
-        self._check(regions, until)
+        self._check(named(regions, segments[:, 0]), until)
         done = 0
         for rows, on_device in _alike(regions, segments):
             hear = partial(_told, landed, done)
@@ -200,36 +220,35 @@ class AscendMemory(MemoryBackend):
             done += int(rows[:, 2].sum())
 
     def _lending(self, regions: Sequence[Region], segments: NDArray[np.int64], until: Until) -> Batches:
-        self._check(regions, until)
+        self._check(named(regions, segments[:, 0]), until)
         for rows, on_device in _alike(regions, segments):
             if on_device:
                 yield from self._staged.lending(loads(regions, rows), until)
             else:
                 yield from self._host.lending(regions, rows)
 
-    def _check(self, regions: Sequence[Region], until: Until) -> None:
+    def _check(self, regions: Mapping[int, Region], until: Until) -> None:
         """LLM_PARAM_INVALID before a byte is copied, where adopted memory is not the device's."""
         unknown = {
             tensor: region
-            for tensor, region in enumerate(regions)
+            for tensor, region in regions.items()
             if region.device is not None
             and not isinstance(region.owner, Block)
             and (region.address, region.nbytes) not in self._checked
         }
         if unknown:
             self.device.check_places(unknown, until)
-            self._checked.update((region.address, region.nbytes) for region in unknown.values())
+            places = {(region.address, region.nbytes) for region in unknown.values()}
+            with self._lock:
+                self._checked |= places & self._adopted.keys()
 
     def _copying(
         self, sources: Sequence[Region], destinations: Sequence[Region], pairs: NDArray[np.int64], until: Until
     ) -> Generator[int, None, None]:
-        self._check(sources, until)
-        self._check(destinations, until)
+        self._check(named(sources, pairs[:, 0]), until)
+        self._check(named(destinations, pairs[:, 2]), until)
         ordered = overlapping(destinations, pairs[:, 2:])
-        bases = [
-            np.array([region.address for region in regions], np.uint64).view(np.int64)
-            for regions in (sources, destinations)
-        ]
+        bases = bases_of(sources, pairs[:, 0]), bases_of(destinations, pairs[:, 2])
         ends = np.cumsum(pairs[:, 4])
         at = done = 0
         while at < len(pairs):
@@ -251,8 +270,8 @@ class AscendMemory(MemoryBackend):
     def _give_back(self, block: Block, nbytes: int) -> None:
         if self.device.copiers.unsettled:  # perhaps it is this one that is still written
             self._pool.lose(block)
-        self._pool.give(block)
-        self._budget.give_back(nbytes)
+        if self._pool.give(block):
+            self._budget.give_back(nbytes)
 
     def __repr__(self) -> str:
         return f"<AscendMemory {self.device!r} {self._budget!r} {self._pool!r} {self._slots!r}>"
@@ -273,11 +292,17 @@ def _round_up(value: int, step: int) -> int:
 
 def _alike(regions: Sequence[Region], segments: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
     """The segments, run by run of those that are all on the device, or all the host's, and which."""
-    on_device = np.array([region.device is not None for region in regions], np.bool_)[segments[:, 0]]
+    there = np.zeros(len(regions), np.bool_)
+    there[[tensor for tensor, region in named(regions, segments[:, 0]).items() if region.device is not None]] = True
+    on_device = there[segments[:, 0]]
     bounds = [0, *(np.flatnonzero(on_device[1:] != on_device[:-1]) + 1).tolist(), len(segments)]
     for start, stop in pairwise(bounds):
         if start < stop:
             yield segments[start:stop], bool(on_device[start])
+
+
+def _any_on_device(regions: Sequence[Region], segments: NDArray[np.int64]) -> bool:
+    return any(region.device is not None for region in named(regions, segments[:, 0]).values())
 
 
 def _told(landed: Callable[[int], None], before: int, nbytes: int) -> None:

@@ -121,11 +121,13 @@ class Span:
 
     regions: tuple[Region, ...]
     rows: Callable[[], NDArray[np.int64]]
+    direct: bool
+    """Whether the path may fill or read the regions by itself, without a landing or a lending: all of them are host
+    memory that its backend calls direct. What a peer may read by itself is for the memory to say.
+    """
     landed: Callable[[int], None] | None = None
     most_rows: int = 2**63 - 1
     """No more than these come from `rows`."""
-    direct: bool = True
-    """False where some of the regions are in the memory of a device, but the first is not."""
     alike: Callable[[], tuple[Pieces, Pieces]] | None = None
     """Where the bytes are the same pieces of many tensors on both sides, cut alike: the source's pieces and these. That
     is the same as the rows, in a form that does not grow with the tensors.
@@ -151,7 +153,9 @@ class MemoryBackend(ABC):
 
     @abstractmethod
     def allocate(self, *, tensors: int, tensor_nbytes: int, placement: Placement) -> Allocation:
-        """Zeroed memory for `tensors` tensors of `tensor_nbytes` bytes. LLM_OUT_OF_MEMORY when there is none."""
+        """Zeroed memory for `tensors` tensors of `tensor_nbytes` bytes. LLM_OUT_OF_MEMORY when there is none. Memory
+        that has to wait for a device does so with a limit of its own, and raises LLMTimeoutError after it.
+        """
 
     @abstractmethod
     def free(self, allocation: Allocation) -> None:
@@ -168,12 +172,19 @@ class MemoryBackend(ABC):
         that is not possible. Changes nothing of it, and knows nothing of later.
         """
 
+    def waits(self, placement: Placement) -> bool:
+        """Whether allocating there may have to wait for a device."""
+        return False
+
     def returning(self, placement: Placement) -> bool:
         """Whether memory of caches that are gone is about to come back, so that it is worth asking again."""
         return False
 
     def disown(self, regions: tuple[Region, ...]) -> None:
         """The cache over adopted memory is gone; nothing of this side touches it any more."""
+
+    def leak(self, regions: Sequence[Region]) -> None:
+        """Somebody may use them for ever: `close` gives back none of what they are in. Never waits."""
 
     @abstractmethod
     def views(self, regions: Sequence[Region]) -> list[memoryview]:

@@ -17,7 +17,7 @@ class Budget:
         self.used: int = 0
         self._placement = placement
         self._limit = limit
-        self._lock = threading.RLock()  # protects used
+        self._lock = threading.Lock()  # protects used
 
     def reserve(self, nbytes: int) -> None:
         """LLM_OUT_OF_MEMORY when so many are not left."""

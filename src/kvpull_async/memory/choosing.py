@@ -6,13 +6,15 @@ What knows Ascend is imported only where it is looked for. It must not know what
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from kvpull_async._workers import Workers
+from kvpull_async._workers import Workers, stand_in_here
 from kvpull_async.memory.base import MemoryBackend
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.memory.publications import Publications
@@ -33,6 +35,9 @@ ACL: Final = "acl"
 _PATIENCE: Final = 120.0
 """Seconds after which a device that does not open is given up: the driver of a sick one may never answer."""
 _HOMES: Final = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+_SIGNS: Final = (("/dev", "davinci*"), ("/usr/local", "Ascend"))
+"""Folder and pattern of what is there where an NPU is."""
+_ASK: Final = "has set_env.sh of CANN been run before Python started?"
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,10 @@ class Chosen:
     lost: bool = False
     """An NPU seems to be meant to be there, and host memory serves in its place."""
 
-    def attend(self, log: Log, workers: Workers) -> None:
+    def attend(self, log: Log) -> None:
         """Let operators see the choice and what goes wrong with it, and replace workers that a device holds up."""
         failed = partial(_tell_failed, log)
-        self.memory.watch(failed=failed, held=lambda begins: workers.stand_in(begins=begins))
+        self.memory.watch(failed=failed, held=_Hanging(log, self.device.get("device_id")).held)
         if self.lost:
             log.warning("memory.chosen", backend=self.backend, reason=self.reason)
         elif not self.device:
@@ -121,7 +126,7 @@ def closing(memory: MemoryBackend, *, failed: Callable[[str], object]) -> Callab
     told, in some thread, what it raised. Host memory is closed on the spot; a device may take its time.
     """
     close = partial(_closed, memory, failed)
-    if not isinstance(memory, HostMemory):
+    if not (isinstance(memory, HostMemory) or type(memory) is Unopened):
         thread = Workers(1, name="kvpull-closing")
         try:
             thread.submit(close)
@@ -172,9 +177,9 @@ def _acl(budgets: Budgets, device_ids: Sequence[int], environ: Mapping[str, str]
     try:
         acl = binding.load(environ)
     except binding.AclMissing as missing:
-        lost = _meant(missing, environ)
-        short = str(missing) if lost else "no Ascend runtime library was found"
-        raise _Declined(_refused(str(missing)), short, lost=lost, why=missing) from missing
+        lost, asked = _meant(missing, environ), f"{missing}; {_ASK}"
+        short = asked if lost else "no Ascend runtime library was found"
+        raise _Declined(_refused(asked), short, lost=lost, why=missing) from missing
     if len(device_ids) != 1:
         several = f"a node has the memory of one device, device_id names {len(device_ids)}"
         raise _Declined(_refused(several), several)
@@ -200,9 +205,11 @@ def _refused(text: str) -> LLMException:
 
 
 def _meant(missing: AclMissing, environ: Mapping[str, str]) -> bool:
-    """Whether there is a sign that CANN should be there: its environment, or a file that could not be used."""
+    """Whether there is a sign that CANN should be there: its environment, a file that could not be used, or an NPU."""
     unusable = any("/" in attempt or attempt.count(".so") > 1 for attempt in missing.attempts)
-    return unusable or any(environ.get(home) for home in _HOMES)
+    if unusable or any(environ.get(home) for home in _HOMES):
+        return True
+    return any(any(Path(folder).glob(pattern)) for folder, pattern in _SIGNS)
 
 
 def _host(budgets: Budgets, reason: str, *, lost: bool = False) -> Chosen:
@@ -220,6 +227,24 @@ def _give_up(answer: asyncio.Future[Chosen], running: Future[Chosen], thread: Wo
 def _close_late(running: Future[Chosen]) -> None:
     if not running.cancelled() and running.exception() is None:
         running.result().memory.close()
+
+
+class _Hanging:
+    """Others take the places of threads that hang with a device; that any do is told when the first begins."""
+
+    def __init__(self, log: Log, device_id: object) -> None:
+        self._log = log
+        self._device_id = device_id
+        self._lock = threading.Lock()  # protects _threads
+        self._threads = 0
+
+    def held(self, begins: bool) -> None:
+        with self._lock:
+            self._threads += 1 if begins else -1
+            first = begins and self._threads == 1
+        stand_in_here(begins=begins)
+        if first:
+            self._log.warning("memory.hangs", device_id=self._device_id)
 
 
 def _tell_failed(log: Log, error: BaseException) -> None:

@@ -45,24 +45,30 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _report(report: Report, asked: argparse.Namespace) -> None:
-    given = ["--device", str(asked.device), "--seconds", str(asked.seconds)]
-    with Child([*_OURSELVES, "device", "--mib", str(asked.mib), *given], patience=asked.seconds) as device:
+    with _child(asked, "device", "--mib", str(asked.mib)) as device:
         for step in device.steps():
             report.add(step)
     if device.code not in (_WELL, _ILL):
         report.skip(SECTIONS, "what it needs has failed")
         return
-    with Child([*_OURSELVES, "serve", *given], patience=asked.seconds) as source:
-        _pulls(report, source, given, asked.seconds)
+    with _child(asked, "serve") as source:
+        _pulls(report, source, asked)
 
 
-def _pulls(report: Report, source: Child, given: Sequence[str], seconds: float) -> None:
+def _child(asked: argparse.Namespace, part: str, *more: str) -> Child:
+    """Without the settings of a service that runs here: its certificates and its secret are not for this test."""
+    given = ["--device", str(asked.device), "--seconds", str(asked.seconds)]
+    environ = {name: value for name, value in os.environ.items() if not name.upper().startswith("KVPULL_")}
+    return Child([*_OURSELVES, part, *given, *more], patience=asked.seconds, environ=environ)
+
+
+def _pulls(report: Report, source: Child, asked: argparse.Namespace) -> None:
     address = source.first("address")
     if address.state is State.FAILED:
         report.add(Step(_PULLS, "the second process", State.FAILED, address.text, lines=address.lines))
         return
     for part in ("pulls", "tensors"):
-        with Child([*_OURSELVES, part, "--source", address.text, *given], patience=seconds) as puller:
+        with _child(asked, part, "--source", address.text) as puller:
             for step in puller.steps():
                 report.add(step)
     source.dismiss()
@@ -114,7 +120,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
         "--mib", type=_positive, default=256, metavar="M", help="MiB of a bandwidth buffer (default 256)"
     )
     parser.add_argument("--seconds", type=_positive, default=60, help="that one check may take (default 60)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too, for programs")
+    parser.add_argument("--json", type=_writable, metavar="FILE", help="write the report there, too, for programs")
     parser.add_argument("--part", choices=("device", "serve", "pulls", "tensors"), help=argparse.SUPPRESS)
     parser.add_argument("--source", help=argparse.SUPPRESS)
     return parser.parse_args(given)
@@ -125,6 +131,16 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
+
+
+def _writable(text: str) -> Path:
+    """Said before anything is measured."""
+    path = Path(text)
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot be written: {error}") from error
+    return path
 
 
 def _print(line: str) -> None:

@@ -11,7 +11,7 @@ import select
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from kvpull_async.self_test.lines import State, Step, parse
@@ -31,12 +31,12 @@ class Child:
     and the time to end. As a context it ends with it, and at once if something was raised there.
     """
 
-    def __init__(self, command: Sequence[str], *, patience: float) -> None:
+    def __init__(self, command: Sequence[str], *, patience: float, environ: Mapping[str, str] | None = None) -> None:
         self._patience = patience
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(  # noqa: S603  (this program itself)
-            command, stdin=pipe, stdout=pipe, stderr=self._errors, start_new_session=True
+            command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environ, start_new_session=True
         )
         self._buffer = b""
         self._current: Step | None = None

@@ -16,9 +16,9 @@ from kvpull_async.memory.base import Until
 from kvpull_async.memory.npu.codes import FEATURE_NOT_SUPPORT, STILL_RUNNING, meaning
 from kvpull_async.memory.npu.device import Device
 from kvpull_async.memory.npu.layout import ALIGNMENT
-from kvpull_async.memory.npu.raw import Raw
 from kvpull_async.memory.npu.streams import Copies
 from kvpull_async.self_test.lines import Absent, Steps, Wrong
+from kvpull_async.self_test.raw import Raw
 
 __all__ = ["check_copies", "check_ends", "compare"]
 

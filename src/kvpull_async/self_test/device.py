@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from kvpull_async.memory._acl import OPTIONAL, REQUIRED, Acl, load
 from kvpull_async.memory.npu.codes import CONTEXT_NULL, meaning
-from kvpull_async.memory.npu.raw import Raw
 from kvpull_async.self_test.copies import check_copies, check_ends
 from kvpull_async.self_test.lines import Steps, Stop, Wrong
+from kvpull_async.self_test.raw import Raw
 from kvpull_async.self_test.speed import check_speed
 
 __all__ = ["check_device"]

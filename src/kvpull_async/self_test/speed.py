@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async.memory._acl import MemcpyKind
-from kvpull_async.memory.npu.raw import Raw
 from kvpull_async.self_test.lines import Absent, Steps, Stop
+from kvpull_async.self_test.raw import Raw
 
 __all__ = ["check_speed"]
 

@@ -117,11 +117,17 @@ class WrappedMemory(MemoryBackend):
     ) -> tuple[Region, ...]:
         return self._inner.adopt(addresses, tensor_nbytes=tensor_nbytes, placement=placement, owners=owners)
 
+    def waits(self, placement: Placement) -> bool:
+        return self._inner.waits(placement)
+
     def reach(self, regions: Sequence[Region], *, writing: bool) -> None:
         self._inner.reach(regions, writing=writing)
 
     def disown(self, regions: tuple[Region, ...]) -> None:
         self._inner.disown(regions)
+
+    def leak(self, regions: Sequence[Region]) -> None:
+        self._inner.leak(regions)
 
     def views(self, regions: Sequence[Region]) -> list[memoryview]:
         return self._inner.views(regions)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
-from kvpull_async.memory.base import Batches, Span
+from kvpull_async.memory.base import Batches, Span, Until
 from kvpull_async.status import LLMException
 from kvpull_async.transport.arrivals import Arrivals, Arrived, Ended
 
@@ -33,6 +33,7 @@ __all__ = [
     "Standing",
     "Transfer",
     "Transport",
+    "break_off",
     "moved",
 ]
 
@@ -114,6 +115,16 @@ class Transfer(Protocol):
         """Stop soon; False when the engine below cannot, and then only `settled` tells. Never waits or raises."""
 
 
+def break_off(transfer: Transfer | None, until: Until | None) -> None:
+    """End the transfer soon, whose pieces were made with `until`. Never waits. In this order: another engine that reads
+    the memory, and is stopped, has to find that it was withdrawn.
+    """
+    if transfer is not None:
+        transfer.abort()
+    if until is not None:
+        until.stop()
+
+
 async def moved(transfer: Transfer) -> int:
     """Wait for the bytes it moves. Cancelling the wait leaves the transfer alone, and a transfer that something else
     aborted is an OSError, not a cancellation of whoever waits.
@@ -121,10 +132,10 @@ async def moved(transfer: Transfer) -> int:
     await asyncio.wait([transfer.done])
     if transfer.done.cancelled():
         raise ConnectionAbortedError("the transfer was aborted")
-    error = transfer.done.exception()
-    if isinstance(error, LLMException):
-        raise error.with_traceback(None)  # without the thread that moved them: who keeps it would keep the memory
-    return transfer.done.result()
+    try:
+        return transfer.done.result()  # forgets the thread that moved them, as `exception` does not
+    except LLMException as error:
+        raise error.with_traceback(None)  # noqa: B904  (who keeps the thread's would keep the memory)
 
 
 class Standing(Protocol):

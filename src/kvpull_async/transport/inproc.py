@@ -16,8 +16,8 @@ from typing import Final
 
 from kvpull_async import observe, plan
 from kvpull_async._deadline import Deadline, absorb
-from kvpull_async._workers import Job, report_to, resolve
-from kvpull_async.memory.base import PIECE_BYTES, Batches, MemoryBackend, Span, copy_batches
+from kvpull_async._workers import Job, Workers, report_to, resolve
+from kvpull_async.memory.base import PIECE_BYTES, Batches, MemoryBackend, Span, Until, copy_batches
 from kvpull_async.status import LLMException
 from kvpull_async.transport.arrivals import Arrivals
 from kvpull_async.transport.base import (
@@ -166,39 +166,58 @@ class _InprocChannel(ControlChannel):
 
 
 class _Offer:
-    """A grant that the other engine may read. Its transfer is done at once; it settles when no one reads any more."""
+    """A grant that the other engine may read. Its transfer is done at once; it settles when no one reads any more, and
+    never where that cannot be told.
+    """
 
     def __init__(self, lending: Batches, span: Span | None) -> None:
         self.lending = lending
         self.span = span
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()  # protects the two flags: the reader is on another thread
+        self._lock = threading.Lock()  # protects the flags and the wait: the reader is on another thread
         self._reading = False
         self._withdrawn = False
+        self._lost = False
+        self._waits: Until | None = None
         self.done: asyncio.Future[int] = self._loop.create_future()
         self.done.set_result(0)
         self.settled: asyncio.Future[None] = self._loop.create_future()
 
-    def begin(self) -> None:
+    def begin(self, waits: Until | None) -> None:
+        """`waits` is how long the reader waits for a device: no longer than the memory is offered."""
         with self._lock:
             if self._withdrawn:
                 raise ConnectionAbortedError("the source has withdrawn the memory")
-            self._reading = True
+            self._reading, self._waits = True, waits
 
     def check(self) -> None:
         if self._withdrawn:
             raise ConnectionAbortedError("the source has withdrawn the memory")
 
+    def failed(self, error: LLMException) -> None:
+        """The memory failed while it was read. What was withdrawn was stopped, and has not failed; and a device that
+        may read on for ever is never told to have ended.
+        """
+        if error.destination_unsafe:
+            self._lost = True
+        else:
+            self.check()
+
     def end(self) -> None:
         with self._lock:
-            self._reading, self._withdrawn = False, True
-            self.span = None  # whoever holds this holds no memory
+            self._withdrawn = True
+            self.span = self._waits = None  # whoever holds this holds no memory
+            if self._lost:
+                return
+            self._reading = False
         report_to(self._loop, resolve, self.settled)
 
     def abort(self) -> bool:
         with self._lock:
             self._withdrawn = True
-            reading = self._reading
+            reading, waits = self._reading, self._waits
+        if waits is not None:
+            waits.stop()
         if not reading:
             self.span = None
             resolve(self.settled)
@@ -220,13 +239,15 @@ class InprocPath(DataPath):
         """Memory needs no connection."""
 
     def fetch(self, grant_id: bytes, landing: Batches, nbytes: int) -> Job:
+        expected, self._expected = self._expected, None  # whatever comes of it: it holds the destination's memory
+        into = expected[1] if expected is not None and expected[0] == grant_id else None
         with _lock:
             offer = _offers.get(grant_id)
         if offer is None or self._aborted:
             raise ConnectionAbortedError("the source has withdrawn the memory")
-        offer.begin()
+        offer.begin(None if into is None else into.until)
         try:
-            job = Job(self._workers, self._steps(grant_id, offer, landing, nbytes))
+            job = Job(self._pool(into, offer), self._steps(into, offer, landing, nbytes))
         except BaseException:
             offer.end()
             raise
@@ -234,15 +255,18 @@ class InprocPath(DataPath):
         job.settled.add_done_callback(lambda _: self._ended(job, offer))
         return job
 
-    def _steps(self, grant_id: bytes, offer: _Offer, landing: Batches, nbytes: int) -> Generator[int, None, None]:
-        expected, self._expected = self._expected, None
-        if expected is None or expected[0] != grant_id or self._memory is None or offer.span is None:
+    def _pool(self, into: Span | None, offer: _Offer) -> Workers:
+        direct = all(span is None or span.direct for span in (into, offer.span))
+        return self._workers if direct else self._workers.apart
+
+    def _steps(self, into: Span | None, offer: _Offer, landing: Batches, nbytes: int) -> Generator[int, None, None]:
+        if into is None or self._memory is None or offer.span is None:
             return _checked(offer, landing)
         device = _device(offer.span)
-        if device is None or device != _device(expected[1]):
+        if device is None or device != _device(into):
             return _checked(offer, landing)
         landing.close()
-        return _within(self._memory, offer, offer.span, expected[1], nbytes)
+        return _within(self._memory, offer, offer.span, into, nbytes)
 
     def describe(self, grant_id: bytes, span: Span) -> bytes:
         self._granted[grant_id] = span
@@ -267,7 +291,7 @@ class InprocPath(DataPath):
             offer.abort()
 
     def abort(self) -> None:
-        self._aborted = True
+        self._aborted, self._expected = True, None
         for job in self._jobs:
             job.abort()
         for grant_id in tuple(self._granted):
@@ -289,12 +313,18 @@ def _checked(offer: _Offer, landing: Batches) -> Generator[int, None, None]:
     """The copy, which looks whether the memory is still offered right before it touches any: planning may take long."""
     try:
         yield from copy_batches(_while_offered(offer), landing)
+    except LLMException as error:
+        if not error.destination_unsafe:  # else it is what is written, not what was offered
+            offer.check()
+        raise
     finally:
         offer.end()  # here too, since the loop on which the copy was begun may have closed meanwhile
 
 
 def _device(span: Span) -> int | None:
-    """The one in whose memory all of it is."""
+    """The one in whose memory all of it is. Of what the host reaches only the beginning is looked at."""
+    if span.regions[0].device is None:
+        return None
     devices = {region.device for region in span.regions}
     return devices.pop() if len(devices) == 1 else None
 
@@ -317,19 +347,22 @@ def _within(
                 offer.check()
         if total != nbytes:
             raise ValueError(f"{total} bytes were copied, {nbytes} granted")
+    except LLMException as error:
+        offer.failed(error)
+        raise
     finally:
         offer.end()
 
 
 def _while_offered(offer: _Offer) -> Batches:
-    with closing(offer.lending):
-        try:
+    try:
+        with closing(offer.lending):
             for batch in offer.lending:
                 offer.check()
                 yield batch
-        except LLMException:
-            offer.check()  # what was withdrawn was stopped, and has not failed
-            raise
+    except LLMException as error:
+        offer.failed(error)
+        raise
 
 
 def _forget_parent() -> None:

@@ -209,6 +209,18 @@ async def test_what_is_read_is_what_was_asked_for_from_where_the_grant_says(
         assert [tuple(row) for row in streamed.link.path.expected[-1].reading().tolist()] == rows
 
 
+@pytest.mark.parametrize("direct", [True, False])
+async def test_a_path_hears_whether_it_may_fill_by_itself_and_until_when_memory_is_waited_for(
+    streamed: Table, direct: bool
+) -> None:
+    streamed.registry.local(streamed.entries.cache_id).direct = direct  # type: ignore[union-attr]
+    await streamed.pull(KEY)
+    span = streamed.link.path.expected[-1].span
+    assert span.direct is direct
+    assert span.until is not None
+    assert not span.until.over
+
+
 @pytest.mark.parametrize(("layers", "first"), [({}, 0), ({"src_layer_range": range(5, 7)}, 10)])
 async def test_blocks_are_read_where_they_were_asked_for(streamed: Table, layers: Any, first: int) -> None:
     streamed.link.granted = {"per_tensor": 300, "start": 12345}  # what the source says of a start is not for blocks

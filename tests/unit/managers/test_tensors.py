@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +17,7 @@ from kvpull_async import CacheDesc, DataType, LLMException, LLMRole, LLMStatusCo
 from kvpull_async.engine import close_bounded
 from tests.acl_emulator import Emulator
 from tests.npu import Variant, serving
+from tests.unit.memory.emulated import in_a_child
 from tests.unit.side import Side, quarantine, status
 
 SIZE = 3 << 20  # more than one slot of the staging
@@ -39,6 +43,13 @@ def filled(emulator: Emulator, cache: Any, index: int) -> Any:
     memory = emulator.memory(region.address, region.nbytes)
     memory[:] = np.random.default_rng(index).integers(0, 256, memory.size, np.uint8)
     return memory.copy()
+
+
+def until_idle(cache: Any) -> None:
+    end = time.monotonic() + 30
+    while cache._binding.busy:
+        assert time.monotonic() < end, "nobody has given the memory back"
+        time.sleep(0.01)
 
 
 def test_of_a_device_it_is_a_copy_of_every_byte(side: Side, emulator: Emulator) -> None:
@@ -74,8 +85,13 @@ def test_what_was_read_can_be_released(side: Side, emulator: Emulator) -> None:
     assert status(side.manager.get_cache_tensors, cache, 0) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
-def test_a_device_that_does_not_answer_takes_no_longer_than_a_pull_may(side: Side, emulator: Emulator) -> None:
+@pytest.mark.parametrize("abort_works", [1, 0])
+def test_a_device_that_does_not_answer_takes_no_longer_than_a_pull_may(
+    side: Side, emulator: Emulator, abort_works: int
+) -> None:
+    """Also where the copy goes on: then the cache is in use until it has ended."""
     cache, began = side.allocate(DESC), time.monotonic()
+    emulator.configure(abort_works=abort_works)
     emulator.hang(times=-1)
     with pytest.raises(LLMTimeoutError, match="tensor 1") as caught:
         side.manager.get_cache_tensors(cache, 1)
@@ -84,9 +100,56 @@ def test_a_device_that_does_not_answer_takes_no_longer_than_a_pull_may(side: Sid
     expected = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT if older else LLMStatusCode.LLM_TIMEOUT
     assert caught.value.status_code is expected
     assert caught.value.retry_safe
+    assert caught.value.operation == "get_cache_tensors"
+    assert (caught.value.elapsed_ms or 0) >= 2000
+    assert not caught.value.destination_unsafe
+    assert cache._binding.busy is not bool(abort_works)
     emulator.resume()
+    until_idle(cache)
     wanted = filled(emulator, cache, 1)
     assert np.array_equal(side.tensor(cache, 1).reshape(-1), wanted)
+
+
+def test_ctrl_c_ends_the_wait_and_the_copy(side: Side, emulator: Emulator) -> None:
+    cache = side.allocate(DESC)
+    emulator.hang(times=-1)
+
+    def press() -> None:
+        while not emulator.left()["running"]:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        side.manager.get_cache_tensors(cache, 0)
+    pressing.join()
+    until_idle(cache)
+
+
+@pytest.mark.allow_leak("acl-emulator-device")  # what may still be read is not given back
+def test_a_read_that_cannot_be_stopped_does_not_hold_finalize() -> None:
+    own = Variant("one of its own", without=("aclFinalizeReference",))  # what is left there is no other test's
+    with serving(own, left=True, abort_works=0) as emulator:
+        made = Side("cache", LLMRole.PROMPT, device_backend="acl", sync_kv_timeout=300, settle_timeout=200)
+        cache = made.allocate(DESC)
+        emulator.hang(times=-1)
+        with pytest.raises(LLMTimeoutError):
+            made.manager.get_cache_tensors(cache, 0)
+        began = time.monotonic()
+        made.close()
+        assert time.monotonic() - began < 30
+        assert emulator.left()["device_blocks"] == 1  # what is still read is not given back
+
+
+def test_in_a_forked_child_it_is_refused_at_once(side: Side) -> None:
+    cache = side.allocate(DESC)
+
+    def refused() -> None:
+        with pytest.raises(LLMException, match="forked child"):
+            side.manager.get_cache_tensors(cache, 0)
+
+    assert in_a_child(refused) == ""
 
 
 def test_what_is_still_written_is_not_read(side: Side) -> None:

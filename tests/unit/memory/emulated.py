@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async.memory._acl import OPTIONAL, REQUIRED, Acl, load
-from tests.acl_emulator import Emulator, build
+from tests.acl_emulator import Emulator
 from tests.acl_libraries import at
+from tests.emulation import build
 
 __all__ = ["BOUND", "Npu", "Thread", "emulated", "eventually", "in_a_child", "pattern"]
 
@@ -127,8 +128,9 @@ class Npu:
 
     def context(self) -> int | None:
         """The calling thread's, None if it has none."""
-        found = ctypes.c_void_p()
-        code = self.acl.aclrtGetCurrentContext(ctypes.byref(found))
+        found, call = ctypes.c_void_p(), self.acl.aclrtGetCurrentContext
+        assert call is not None
+        code = call(ctypes.byref(found))
         return found.value if code == 0 else None
 
 

@@ -78,3 +78,40 @@ def test_whoever_only_registers_is_not_held_up_by_the_device() -> None:
         before = here.emulator.counts()
         here.memory.reach(regions, writing=True)
         assert here.emulator.counts() == before
+
+
+def test_memory_that_another_node_registered_is_asked_about_each_time_and_never_remembered() -> None:
+    """In one process a node copies from the memory of another, which nobody tells it when that is given up."""
+    with side() as here:
+        address = here.memory.device.malloc(MIB)
+        others = (Region(address, MIB, DEVICE, None, 0),)
+        for turn in (1, 2, 3):
+            here.read(others, whole(64))
+            assert here.emulator.count("aclrtPointerGetAttributes") == 2 * turn
+        assert not here.memory._checked
+        here.memory.device.free(address).result(BOUND)
+
+
+def test_memory_registered_twice_is_known_until_it_is_given_up_twice() -> None:
+    with side() as here:
+        address = here.memory.device.malloc(MIB)
+        one, two = (here.memory.adopt([address], tensor_nbytes=MIB, placement=DEVICE) for _ in range(2))
+        here.memory.disown(one)
+        for _ in range(3):
+            here.read(two, whole(64))
+        assert here.emulator.count("aclrtPointerGetAttributes") == 2
+        here.memory.disown(two)
+        assert not here.memory._checked
+        assert not here.memory._adopted
+        here.memory.device.free(address).result(BOUND)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_the_tensors_that_are_used_are_asked_about(way: str) -> None:
+    with side() as here:
+        address = here.memory.device.malloc(MIB)
+        regions = here.memory.adopt([address, *(4096,) * 50], tensor_nbytes=MIB, placement=DEVICE)
+        WAYS[way](here, regions)
+        assert here.emulator.count("aclrtPointerGetAttributes") == 2
+        here.memory.disown(regions)
+        here.memory.device.free(address).result(BOUND)

@@ -10,10 +10,11 @@ from functools import partial
 import pytest
 
 from kvpull_async._deadline import Deadline
+from kvpull_async.memory import ascend
 from kvpull_async.memory.base import Until
 from kvpull_async.memory.npu import pool
 from kvpull_async.memory.npu.streams import Unsettled
-from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.values import Placement
 from tests.unit.memory.ascend_side import MIB, free_what_is_left, pairs, side, whole
 from tests.unit.memory.emulated import BOUND, Thread, eventually, in_a_child, pattern
@@ -202,3 +203,90 @@ def test_p1_a_forked_child_cannot_use_the_memory_and_closing_it_there_ends_nothi
         assert here.read(cache.regions, whole(MIB)) == bytes(data)
         here.memory.free(cache)
         here.memory.free(own)
+
+
+# -- what a peer or a sick device may still use ------------------------------------------------------------------------
+
+
+def test_p1_memory_that_somebody_may_use_for_ever_stays_when_the_rest_goes() -> None:
+    with side(clean=False) as here:
+        shared, own = here.cache(3 * MIB), here.cache(5 * MIB)
+        here.memory.leak(shared.regions)
+        before = here.memory._budget.used
+        here.memory.free(shared)
+        assert here.memory._budget.used == before, "memory that is gone for ever counts for ever"
+        here.memory.free(own)
+        assert here.memory._budget.used < before
+        here.memory.close()
+        assert here.npu.left().get("device_blocks", 0) == 1
+        here.look(shared.regions[0])[:] = 7
+        assert here.emulator.violations() == []
+        free_what_is_left(here.npu)
+
+
+def test_memory_of_the_caller_or_of_the_host_can_be_leaked_too() -> None:
+    with side() as here:
+        address = here.memory.device.malloc(MIB)
+        here.memory.leak(here.memory.adopt([address], tensor_nbytes=MIB, placement=Placement.DEVICE))
+        own = here.cache(placement=Placement.HOST)
+        here.memory.leak(own.regions)
+        here.memory.free(own)
+        here.memory.device.free(address).result(BOUND)
+        here.works()
+
+
+def test_p1_a_close_that_leaves_memory_says_so_once() -> None:
+    with side(abort_works=0, clean=False) as here:
+        cache = here.cache()
+        here.emulator.hang()
+        thread = Thread()
+        end = thread.begin(lambda: here.write(cache.regions, whole(MIB), pattern(MIB), Until(Deadline.after_ms(50))))
+        eventually(lambda: here.npu.running() == 1)
+        here.memory.close()
+        here.memory.close()
+        with pytest.raises(Unsettled):
+            end()
+        assert [str(error) for error in here.failures if "could not be stopped" in str(error)] != []
+        assert len(here.failures) == 1
+        here.emulator.resume()
+        eventually(lambda: here.npu.running() == 0)
+        thread.close()
+        free_what_is_left(here.npu)
+
+
+@pytest.mark.parametrize("what", ["taking", "clearing"])
+def test_p1_a_device_that_does_not_answer_ends_an_allocation_and_what_it_may_clear_is_lost(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(ascend, "LONGEST", 0.1)
+    with side(clean=False) as here:
+        if what == "clearing":
+            here.emulator.hang_sync()
+        else:
+            here.emulator.configure(call_us=400_000)
+        with pytest.raises(LLMTimeoutError) as caught:
+            here.cache()
+        assert caught.value.status_code == LLMStatusCode.LLM_TIMEOUT
+        assert bool(here.memory._budget.used) == (what == "clearing")
+        here.emulator.configure(call_us=0)
+        here.works()
+        here.emulator.resume()
+        here.memory.close()
+        assert here.npu.left().get("device_blocks", 0) == (what == "clearing")
+        free_what_is_left(here.npu)
+
+
+@pytest.mark.parametrize("code", [107020, 507010])
+def test_p1_a_block_whose_clearing_nobody_saw_end_is_lost_and_no_other(code: int) -> None:
+    with side(clean=False) as here:
+        here.emulator.inject("aclrtMemset", code)
+        with pytest.raises(LLMException):
+            here.cache()
+        lost = here.memory._budget.used
+        assert lost
+        for _ in range(5):
+            here.works()
+        assert here.memory._budget.used == lost
+        here.memory.close()
+        assert here.npu.left().get("device_blocks", 0) == 1
+        free_what_is_left(here.npu)

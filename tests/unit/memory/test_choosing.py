@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpull_async._workers import Workers
+from kvpull_async.memory import choosing
 from kvpull_async.memory._acl import AclMissing, load
 from kvpull_async.memory.choosing import ACL, HOST, Chosen, Unopened, choose
 from kvpull_async.memory.host import HostMemory
@@ -89,10 +89,25 @@ def test_who_insists_hears_all_that_was_tried(nothing: dict[str, str], tmp_path:
     assert isinstance(error.__cause__, AclMissing)
 
 
-def test_auto_takes_host_memory_where_there_is_no_sign_of_an_npu(nothing: dict[str, str]) -> None:
+def test_auto_takes_host_memory_where_there_is_no_sign_of_an_npu(
+    nothing: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "_SIGNS", ((str(tmp_path), "davinci*"), (str(tmp_path / "none"), "Ascend")))
     made = chosen("auto", nothing)
     assert (made.backend, made.reason, made.lost) == (HOST, "no Ascend runtime library was found", False)
     made.memory.close()
+
+
+def test_an_npu_without_cann_is_told_with_what_is_most_likely_missing(
+    nothing: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "_SIGNS", ((str(tmp_path / "none"), "Ascend"), (str(tmp_path), "davinci*")))
+    (tmp_path / "davinci0").touch()
+    made = chosen("auto", nothing)
+    assert (made.backend, made.lost) == (HOST, True)
+    assert "set_env.sh" in made.reason
+    made.memory.close()
+    assert "has set_env.sh of CANN been run before Python started?" in str(refused(nothing))
 
 
 def test_auto_says_what_it_tried_where_cann_should_be(nothing: dict[str, str], tmp_path: Path) -> None:
@@ -207,11 +222,11 @@ def test_before_init_has_ended_there_is_no_memory() -> None:
 def test_the_log_says_what_was_chosen_and_why(sick: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     with event_log() as log:
         for made in (chosen(HOST, {}), chosen("auto", sick)):
-            made.attend(Log(), Workers(1))
+            made.attend(Log())
             made.memory.close()
         device(monkeypatch)
         made = chosen("auto", sick)
-        made.attend(Log(), Workers(1))
+        made.attend(Log())
         made.memory.close()
     host, lost, npu = log.named("memory.chosen")
     assert log.warnings == [lost]
@@ -221,3 +236,19 @@ def test_the_log_says_what_was_chosen_and_why(sick: dict[str, str], monkeypatch:
     assert "device_id" not in host
     named = ("backend", "device_id", "library", "soc", "version", "missing")
     assert [npu[name] for name in named] == [ACL, 0, "/x.so", "Ascend910B4", "1.17.0", "a, b"]
+
+
+def test_the_log_says_once_that_threads_hang_with_a_device(
+    sick: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = device(monkeypatch)
+    hears: list[Callable[[bool], object]] = []
+    monkeypatch.setattr(memory, "watch", lambda **hooks: hears.append(hooks["held"]))
+    made = chosen("auto", sick)
+    with event_log() as log:
+        made.attend(Log())
+        (held,) = hears
+        for begins in (True, True, False, False, True, False):
+            held(begins)
+    assert [(event["event"], event["device_id"]) for event in log.warnings] == [("memory.hangs", 0)] * 2
+    made.memory.close()

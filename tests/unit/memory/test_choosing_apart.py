@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvpull_async.memory import choosing
 from kvpull_async.memory.choosing import ACL, HOST, Chosen, Unopened, choose_apart, closing
 from kvpull_async.memory.host import HostMemory
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
@@ -160,3 +161,8 @@ def test_without_a_thread_it_is_closed_all_the_same(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(threading.Thread, "start", none)
     assert closing(memory, failed=told.append)(0)
     assert len(told) == 1
+
+
+def test_what_was_never_opened_is_closed_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "Workers", pytest.fail)
+    assert closing(Unopened(), failed=pytest.fail)(0)

@@ -105,7 +105,7 @@ async def test_a_stubborn_path_passes_the_rest_on() -> None:
     inner = SlowPath()
     path = StubbornPath(inner)
     await path.ready(Deadline.after_ms(1000))
-    nowhere = Span((), lambda: np.empty((0, 3), np.int64))
+    nowhere = Span((), lambda: np.empty((0, 3), np.int64), direct=True)
     assert path.describe(b"", nowhere) == b"a ticket"
     path.expect(b"", b"a ticket", nowhere.rows, nowhere)
     assert path.unproven(b"a ticket")
@@ -120,7 +120,7 @@ async def test_a_stubborn_path_passes_the_rest_on() -> None:
 async def test_the_stubborn_transport_makes_stubborn_paths() -> None:
     transport = StubbornTransport(InprocTransport(Log()))
     path = transport.path(PathSeed(bytes(16), 0, True, None, None))  # type: ignore[arg-type]
-    nowhere = Span((), lambda: np.empty((0, 3), np.int64))
+    nowhere = Span((), lambda: np.empty((0, 3), np.int64), direct=True)
     assert isinstance(path, StubbornPath)
     assert (transport.name, path.name, path.describe(b"", nowhere)) == ("inproc", "inproc", b"")
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
-from kvpull_async.memory.base import Batches, Span
+from kvpull_async.memory.base import Batches, Span, Until
 from kvpull_async.transport import base
 from kvpull_async.transport.base import (
     Address,
@@ -21,6 +21,7 @@ from kvpull_async.transport.base import (
     PathSeed,
     Transfer,
     Transport,
+    break_off,
     moved,
 )
 from kvpull_async.transport.inproc import InprocTransport
@@ -67,7 +68,7 @@ def test_a_contract_cannot_be_used_without_its_methods(contract: type[object]) -
 
 
 def test_a_path_streams_and_has_nothing_to_describe_expect_or_release_unless_it_says_so() -> None:
-    path, span = SmallestPath(), Span((), lambda: np.empty((0, 3), np.int64))
+    path, span = SmallestPath(), Span((), lambda: np.empty((0, 3), np.int64), direct=True)
     assert path.unproven(b"") is False
     assert path.describe(b"g" * 16, span) is None
     path.expect(b"g" * 16, None, lambda: np.empty((0, 3), np.int64), span)
@@ -110,6 +111,20 @@ class FakeTransfer:
     def abort(self) -> bool:
         self.done.cancel()
         return True
+
+
+async def test_what_is_broken_off_is_aborted_before_its_memory_is_told_to_wait_no_more() -> None:
+    """Else another engine, which reads it, would be stopped without knowing why."""
+    transfer, until = FakeTransfer(), Until()
+    stopped: list[bool] = []
+    transfer.done.add_done_callback(lambda _: None)
+    abort = transfer.abort
+    transfer.abort = lambda: (stopped.append(until.stopped), abort())[1]  # type: ignore[method-assign]
+    break_off(transfer, until)
+    assert stopped == [False]
+    assert transfer.done.cancelled()
+    assert until.stopped
+    break_off(None, None)
 
 
 async def test_moved_waits_for_the_bytes_or_the_reason() -> None:

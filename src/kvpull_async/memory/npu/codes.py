@@ -22,6 +22,7 @@ __all__ = [
     "AclTimeoutError",
     "Meaning",
     "check",
+    "drop_message",
     "failure",
     "meaning",
     "suspect",
@@ -170,6 +171,12 @@ def failure(function: str, code: int, message: str = "") -> AclError:
         text = f"{text}: {message}"
     kind = AclTimeoutError if known.status is _TIMEOUT else AclError
     return kind(text, function=function, code=code)
+
+
+def drop_message(acl: Acl) -> None:
+    """After a code that was no failure, on the thread that got it: or the next error would carry this one's message."""
+    if acl.aclGetRecentErrMsg is not None:
+        acl.aclGetRecentErrMsg()
 
 
 def check(acl: Acl, function: str, code: int) -> None:

@@ -19,7 +19,7 @@ from kvpull_async.memory._acl import Acl
 from kvpull_async.memory.base import Until
 from kvpull_async.memory.npu.codes import AclError, check
 from kvpull_async.memory.npu.streams import LONGEST, Stream, Unsettled, ended
-from kvpull_async.status import LLMException, LLMStatusCode
+from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 
 __all__ = ["Copiers", "forked"]
 
@@ -28,8 +28,12 @@ _THREADS: Final = 4
 """Streams that copy at once: one direction of the host's link is full with fewer."""
 _LOOK: Final = 0.02
 """Seconds between two looks whether somebody who waits in the queue still wants to."""
+_SLOW: Final = 1.0
+"""Seconds after which a thread that takes or clears memory counts as hanging."""
 _HELD: Final = 5
 """Such looks beyond the end of its time, after which a thread that waits counts as hanging."""
+_RUNNING: Final = 12
+"""And after so many at one piece that is being copied, whatever its time: a MiB takes less than a thousandth of it."""
 
 
 class _Bound(threading.local):
@@ -67,6 +71,36 @@ class Copiers:
         """The same, waited for."""
         return self.wait(self.submit(work), until)
 
+    def within(
+        self,
+        work: Callable[[Stream], T],
+        deadline: Deadline,
+        *,
+        late: Callable[[futures.Future[T]], object] | None = None,
+    ) -> T:
+        """The same for what the device may never answer: LLMTimeoutError after the deadline, though `work` may go on.
+        Then `late` is given its future. LONGEST seconds are the limit in any case.
+        """
+        future, deadline = self.submit(work), deadline.sooner(LONGEST)
+        futures.wait([future], deadline.sooner(_SLOW).remaining)
+        if not future.done() and not (deadline.expired and future.cancel()):
+            self._wait_on(future, deadline)
+        if not future.cancel() and future.done():
+            return future.result()
+        if late is not None and not future.cancelled():
+            late(future)
+        raise LLMTimeoutError("the device did not answer in time", retry_safe=True)
+
+    def _wait_on(self, future: futures.Future[T], deadline: Deadline) -> None:
+        """Others take the places of the threads: of the device's until it is free again, however long that takes."""
+        self._workers.stand_in(begins=True)
+        future.add_done_callback(lambda _: self._workers.stand_in(begins=False))
+        self.held(True)
+        try:
+            futures.wait([future], deadline.remaining)
+        finally:
+            self.held(False)
+
     def first(self, work: Callable[[], T]) -> T:
         """Before there is a device to bind."""
         return self.wait(self._submit(work))
@@ -75,20 +109,22 @@ class Copiers:
         self, future: futures.Future[T], until: Until | None = None, *, beside: Collection[futures.Future[Any]] = ()
     ) -> T:
         """What began ends by itself, as its own bounds say; what has not by the end of its time, or within LONGEST
-        seconds, need not begin any more. What runs on although it is over hangs, and so do those `beside` it, of the
-        same transfer: others take the places of their threads.
+        seconds, need not begin any more. What runs on although it is over, or for long, hangs, and so do those `beside`
+        it, of the same transfer: others take the places of their threads.
         """
-        until, patience, over, hanging = until or Until(), Deadline.after_ms(LONGEST * 1000), 0, 0
+        until, patience, over, ran, hanging = until or Until(), Deadline.after_ms(LONGEST * 1000), 0, 0, 0
         try:
             while not future.done():
                 with contextlib.suppress(futures.TimeoutError, futures.CancelledError):
                     future.exception(_LOOK)
-                if future.done() or not (until.over or patience.expired):
-                    continue
-                if future.cancel():
-                    raise ended(until)
-                over += 1
-                if over == _HELD:
+                if future.done():
+                    break
+                ran += future.running()
+                if until.over or patience.expired:
+                    if future.cancel():
+                        raise ended(until)
+                    over += 1
+                if not hanging and (over >= _HELD or ran >= _RUNNING):
                     hanging = 1 + sum(other.running() for other in beside)
                     self._hang(hanging, begins=True)
         finally:

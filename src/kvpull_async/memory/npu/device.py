@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Final
 
-from kvpull_async._deadline import Deadline
+from kvpull_async._deadline import NEVER, Deadline
 from kvpull_async.memory._acl import Acl, LocationType, MallocPolicy, PtrAttributes
 from kvpull_async.memory.base import Region, Until
-from kvpull_async.memory.npu.codes import REPEAT_INITIALIZE, UNSUPPORTED, AclError, check
+from kvpull_async.memory.npu.codes import REPEAT_INITIALIZE, STILL_RUNNING, UNSUPPORTED, AclError, check, drop_message
 from kvpull_async.memory.npu.copiers import Copiers, forked
 from kvpull_async.memory.npu.streams import Copies, Stream
 from kvpull_async.status import LLMException, LLMStatusCode
@@ -25,6 +25,10 @@ __all__ = ["Device"]
 
 _OPENING: Final = 2.0
 """Seconds that the threads have to end when a device cannot be opened."""
+
+
+def _unasked() -> None:
+    """Nobody asks whether it has ended."""
 
 
 _processes: set[int] = set()
@@ -71,14 +75,16 @@ class Device:
             "missing": ", ".join(acl.missing),
         }
 
-    def malloc(self, nbytes: int) -> int:
-        """The address of device memory, with undefined content."""
+    def malloc(self, nbytes: int, deadline: Deadline = NEVER) -> int:
+        """The address of device memory, with undefined content. What comes after the deadline is freed."""
         call = self._acl.aclrtMalloc
-        return self._address("aclrtMalloc", nbytes, lambda out: call(out, nbytes, MallocPolicy.HUGE_FIRST))
+        work = self._taking("aclrtMalloc", nbytes, lambda out: call(out, nbytes, MallocPolicy.HUGE_FIRST))
+        return self.copiers.within(work, deadline, late=lambda taking: taking.add_done_callback(self._free_late))
 
     def malloc_host(self, nbytes: int, until: Until | None = None) -> int:
         """The address of page-locked host memory."""
-        return self._address("aclrtMallocHost", nbytes, lambda out: self._acl.aclrtMallocHost(out, nbytes), until)
+        work = self._taking("aclrtMallocHost", nbytes, lambda out: self._acl.aclrtMallocHost(out, nbytes))
+        return self.copiers.call(work, until)
 
     def free(self, address: int) -> Future[None]:
         """Soon. What goes wrong is for `failed`."""
@@ -88,9 +94,21 @@ class Device:
         """Soon. What goes wrong is for `failed`."""
         return self._in_time("aclrtFreeHost", lambda: self._acl.aclrtFreeHost(address))
 
-    def clear(self, address: int, nbytes: int) -> None:
+    def clear(
+        self, address: int, nbytes: int, deadline: Deadline = NEVER, *, unsettled: Callable[[], object] = _unasked
+    ) -> None:
+        """Write zeroes. `unsettled` is called before an error is raised after which they may still be written."""
         call = self._acl.aclrtMemset
-        self.copiers.call(lambda _: check(self._acl, "aclrtMemset", call(address, nbytes, 0, nbytes)))
+
+        def work(_: Stream) -> None:
+            try:
+                check(self._acl, "aclrtMemset", call(address, nbytes, 0, nbytes))
+            except AclError as error:
+                if error.code in STILL_RUNNING:
+                    unsettled()
+                raise
+
+        self.copiers.within(work, deadline, late=lambda _: unsettled())
 
     def copy(self, copies: Copies, until: Until) -> Future[None]:
         """Ends when every byte is where it belongs; or with an error once none is read or written any more."""
@@ -101,8 +119,8 @@ class Device:
 
         def check_all(_: Stream) -> None:
             for tensor, region in regions.items():
-                self._check_place(tensor, region.address)
-                self._check_place(tensor, region.address + region.nbytes - 1)
+                self._check_place(tensor, region.address, "first")
+                self._check_place(tensor, region.address + region.nbytes - 1, "last")
 
         if self._acl.aclrtPointerGetAttributes is not None:
             self.copiers.call(check_all, until)
@@ -116,17 +134,17 @@ class Device:
         torch = sys.modules.get("torch") if "torch_npu" in sys.modules else None
         first = getattr(getattr(torch, "npu", None), "init", None)
         if first is not None:
-            first()
+            _init_torch(first)
         code = self._acl.aclInit(None)
-        if code != REPEAT_INITIALIZE:  # AscendCL documentation: by whomever, which is not a failure
+        if code == REPEAT_INITIALIZE:  # AscendCL documentation: by whomever, which is not a failure
+            drop_message(self._acl)
+        else:
             check(self._acl, "aclInit", code)
         count = ctypes.c_uint32()
         check(self._acl, "aclrtGetDeviceCount", self._acl.aclrtGetDeviceCount(count))
         return count.value
 
-    def _address(
-        self, function: str, nbytes: int, make: Callable[[ctypes.c_void_p], int], until: Until | None = None
-    ) -> int:
+    def _taking(self, function: str, nbytes: int, make: Callable[[ctypes.c_void_p], int]) -> Callable[[Stream], int]:
         def call(_: Stream) -> int:
             address = ctypes.c_void_p()
             try:
@@ -137,7 +155,11 @@ class Device:
             assert address.value is not None
             return address.value
 
-        return self.copiers.call(call, until)
+        return call
+
+    def _free_late(self, taking: Future[int]) -> None:
+        if not taking.cancelled() and taking.exception() is None:
+            self.free(taking.result())
 
     def _in_time(self, function: str, work: Callable[[], int]) -> Future[None]:
         future: Future[None] = Future()
@@ -156,21 +178,28 @@ class Device:
     def _tell(self, error: BaseException) -> None:
         self.failed(error)
 
-    def _check_place(self, tensor: int, address: int) -> None:
+    def _check_place(self, tensor: int, address: int, which: str) -> None:
         found = PtrAttributes()
         assert self._acl.aclrtPointerGetAttributes is not None
         code = self._acl.aclrtPointerGetAttributes(address, found)
         if code in UNSUPPORTED:
+            drop_message(self._acl)
             return
         check(self._acl, "aclrtPointerGetAttributes", code)
         kind, device = found.location.type, found.location.id
-        if kind != LocationType.DEVICE or device != self.number:
-            where = f"that of device {device}" if kind == LocationType.DEVICE else "no device's"
-            raise LLMException(
-                f"the memory at the address given for tensor {tensor} ({address:#x}) is {where}, this node's "
-                f"device is {self.number}; memory of the host is registered with Placement.HOST",
-                status_code=LLMStatusCode.LLM_PARAM_INVALID,
-            )
+        if kind == LocationType.DEVICE and device == self.number:
+            return
+        hint = ""
+        if which == "last":  # the first was this device's
+            hint = ": is the allocation shorter than cache_desc says?"
+        elif kind != LocationType.DEVICE:
+            hint = "; memory of the host is registered with Placement.HOST"
+        where = f"that of device {device}" if kind == LocationType.DEVICE else "no device's"
+        raise LLMException(
+            f"the memory at the address given for tensor {tensor} ({which} byte, {address:#x}) is {where}, this "
+            f"node's device is {self.number}{hint}",
+            status_code=LLMStatusCode.LLM_PARAM_INVALID,
+        )
 
     def __repr__(self) -> str:
         return f"<Device {self.number} {self.copiers!r}>"
@@ -181,6 +210,15 @@ def _refuse_forked() -> None:
     _processes.add(os.getpid())
     if len(_processes) > 1:
         raise forked()
+
+
+def _init_torch(init: Callable[[], object]) -> None:
+    """It may raise anything."""
+    try:
+        init()
+    except Exception as error:
+        reason = f"torch_npu could not be initialised: {error!r}"
+        raise LLMException(reason, status_code=LLMStatusCode.LLM_FAILED) from error
 
 
 def _nothing(stream: Stream) -> None:

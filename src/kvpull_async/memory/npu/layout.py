@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from kvpull_async.memory.base import PIECE_BYTES, PIECE_VIEWS, Region
 
-__all__ = ["ALIGNMENT", "SLOT_BYTES", "Load", "aligned", "loads", "overlapping"]
+__all__ = ["ALIGNMENT", "SLOT_BYTES", "Load", "aligned", "bases_of", "loads", "named", "overlapping"]
 
 ALIGNMENT: Final = 64
 """Bytes; AscendCL documentation of aclrtMemcpyAsync (up to 8.1): source and destination are aligned to 64 bytes."""
 SLOT_BYTES: Final = PIECE_BYTES
+_FEW: Final = 64
 _WINDOW: Final = 16384
 """Rows looked at together: a table of millions is not to be held several times."""
 
@@ -56,9 +57,28 @@ def aligned(*addresses: Numbers) -> NDArray[np.bool_]:
     return found
 
 
+def named(regions: Sequence[Region], tensors: Numbers) -> dict[int, Region]:
+    """Only those regions that are among the tensors: the other thousands of a cache are not looked at."""
+    if len(tensors) <= _FEW:
+        numbers = sorted(set(tensors.tolist()))
+    else:
+        among = np.zeros(len(regions), np.bool_)
+        among[tensors] = True
+        numbers = np.flatnonzero(among).tolist()
+    return {number: regions[number] for number in numbers}
+
+
+def bases_of(regions: Sequence[Region], tensors: Numbers) -> Numbers:
+    """The address of each region, by its number; of those that are among the tensors."""
+    bases = np.zeros(len(regions), np.uint64)
+    for number, region in named(regions, tensors).items():
+        bases[number] = region.address
+    return bases.view(np.int64)
+
+
 def loads(regions: Sequence[Region], segments: NDArray[np.int64]) -> Iterator[Load]:
     """The segments (rows of tensor, byte offset, length) of device regions, slot by slot."""
-    bases = np.array([region.address for region in regions], np.uint64).view(np.int64)
+    bases = bases_of(regions, segments[:, 0])
     for start in range(0, len(segments), _WINDOW):
         rows = segments[start : start + _WINDOW]
         yield from _slots(*_cut(*_joined(bases[rows[:, 0]] + rows[:, 1], rows[:, 2], rows[:, 0])))
@@ -66,7 +86,7 @@ def loads(regions: Sequence[Region], segments: NDArray[np.int64]) -> Iterator[Lo
 
 def overlapping(regions: Sequence[Region], segments: NDArray[np.int64]) -> bool:
     """Whether any byte belongs to more than one of the segments."""
-    bases = np.array([region.address for region in regions], np.uint64).view(np.int64)
+    bases = bases_of(regions, segments[:, 0])
     starts = bases[segments[:, 0]] + segments[:, 1]
     ends = starts + segments[:, 2]
     if bool((starts[1:] >= ends[:-1]).all()):  # as most tables are

@@ -12,13 +12,14 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Final
 
+from kvpull_async._deadline import NEVER, Deadline
 from kvpull_async.status import LLMException, LLMStatusCode
 
 __all__ = ["Block", "Pool"]
 
 _PAGE: Final = 64 * 1024
 _HUGE: Final = 2 * 1024 * 1024
-"""AscendCL documentation of aclrtMallocPolicy: what is above 1 MiB comes in pages of 2 MiB."""
+"""AscendCL documentation of aclrtMemMallocPolicy: what is above 1 MiB comes in pages of 2 MiB."""
 _SMALL: Final = 1024 * 1024
 _OWN: Final = 64
 """AscendCL documentation of aclrtMalloc: it takes up to so many bytes more (A2, A3). A block leaves room for them in
@@ -39,44 +40,50 @@ class Block:
 
 
 class Pool:
-    """`make` gives the address of so many bytes, or raises LLM_OUT_OF_MEMORY; `free` begins to take an address back."""
+    """`make` gives the address of so many bytes by a deadline, or raises LLM_OUT_OF_MEMORY; `free` begins to take an
+    address back.
+    """
 
-    def __init__(self, make: Callable[[int], int], free: Callable[[int], Future[None]]) -> None:
+    def __init__(self, make: Callable[[int, Deadline], int], free: Callable[[int], Future[None]]) -> None:
         self._make = make
         self._free = free
         self._lock = threading.Lock()  # protects what is below
         self._idle: list[Block] = []  # by size
         self._taken: set[Block] = set()
+        self._lost: set[Block] = set()
         self._leaving: list[Future[None]] = []
         self._held = False
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int, deadline: Deadline = NEVER) -> Block:
         """At least so many bytes. What is kept goes back to the device when it has no more."""
         size = _rounded(nbytes)
         block = self._reuse(size)
         if block is None:
-            block = self._new(size)
+            block = self._new(size, deadline)
             if not self._enter(block):
                 self._let_go([block])
                 raise _closed()
         return block
 
-    def give(self, block: Block) -> None:
-        """Nothing reads or writes it any more."""
+    def give(self, block: Block) -> bool:
+        """Nothing reads or writes it any more. False for one that is lost, which stays so."""
         with self._lock:
             if self._held or block not in self._taken:
-                return
+                return block not in self._lost
             self._taken.discard(block)
             kept = sum(idle.nbytes for idle in self._idle)
             if kept + block.nbytes <= _KEPT:
                 bisect.insort(self._idle, block, key=_size)
-                return
+                return True
         self._let_go([block])
+        return True
 
     def lose(self, block: Block) -> None:
-        """It may still be written: it never goes back, nor to anybody else."""
+        """It may still be read or written: it never goes back, nor to anybody else."""
         with self._lock:
-            self._taken.discard(block)
+            if block in self._taken:
+                self._taken.discard(block)
+                self._lost.add(block)
 
     def hold(self) -> None:
         """The end begins: nothing is given any more, and whatever comes back stays until `close` or `abandon`."""
@@ -107,13 +114,13 @@ class Pool:
             self._taken.add(block)
             return block
 
-    def _new(self, size: int) -> Block:
+    def _new(self, size: int, deadline: Deadline) -> Block:
         try:
-            return Block(self._make(size), size)
+            return Block(self._make(size, deadline), size)
         except LLMException as error:
-            if error.status_code != LLMStatusCode.LLM_OUT_OF_MEMORY or not self._trim():
+            if error.status_code != LLMStatusCode.LLM_OUT_OF_MEMORY or not self._trim(deadline):
                 raise
-        return Block(self._make(size), size)
+        return Block(self._make(size, deadline), size)
 
     def _enter(self, block: Block) -> bool:
         """False when the end has begun meanwhile."""
@@ -122,14 +129,14 @@ class Pool:
                 self._taken.add(block)
             return not self._held
 
-    def _trim(self) -> bool:
+    def _trim(self, deadline: Deadline) -> bool:
         """Have what is kept, and what was on its way already, back on the device. Whether there was anything."""
         with self._lock:
             idle, self._idle = self._idle, []
         self._let_go(idle)
         with self._lock:
             leaving = list(self._leaving)
-        wait(leaving, _PATIENCE)
+        wait(leaving, deadline.sooner(_PATIENCE).remaining)
         return bool(leaving)
 
     def _let_go(self, blocks: Iterable[Block]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvpull_async.memory._acl import Acl, LocationType, MemcpyBatchAttr, MemcpyKind, MemLocation, StreamStatus
 from kvpull_async.memory.base import Until
-from kvpull_async.memory.npu.codes import STILL_RUNNING, UNSUPPORTED, AclError, check
+from kvpull_async.memory.npu.codes import STILL_RUNNING, UNSUPPORTED, AclError, check, drop_message
 from kvpull_async.memory.npu.layout import aligned
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 
@@ -27,6 +28,16 @@ LONGEST: Final = 30.0
 _SLICE_MS: Final = 10
 """How long the first wait may take before somebody who has stopped it is noticed."""
 _POLL: Final = 0.001
+_RARELY: Final = 0.05
+"""Most seconds between two looks at what cannot be stopped."""
+_TOO_SHORT: Final = frozenset({107019, 507046})
+"""What a wait answers whose limit has passed. Any other code, and these before that, is how the copies have ended: that
+is told once, and asked again the stream may say that all is well.
+"""
+_ABORTED: Final = frozenset({107022, 107023})
+"""What a wait answers when the tasks have been ended."""
+_ABOUT: Final = 0.8
+"""The part of a wait's limit after which it counts as passed."""
 _BATCH: Final = 4096
 """Most copies in one batch call."""
 _ADDRESSES: Final = ctypes.POINTER(ctypes.c_void_p)
@@ -75,6 +86,8 @@ class Stream:
         self._closing = closing
         self._batches = acl.has("aclrtMemcpyBatchAsync")
         self._query = acl.aclrtStreamQuery
+        self._unseen = False
+        """Whether a wait was over though nobody has seen the copies end. Then what further waits say proves nothing."""
         self._handle: ctypes.c_void_p | None = self._create()
 
     def copy(self, copies: Copies, until: Until) -> None:
@@ -136,7 +149,8 @@ class Stream:
             try:
                 check(self._acl, "aclrtMemcpy", call(dst, nbytes, src, nbytes, kind))
             except AclError as error:
-                if error.code in STILL_RUNNING:  # no stream that could be asked
+                if error.code in STILL_RUNNING:  # no stream that could be asked: it hangs, for all that is known
+                    self._closing.wait()
                     raise Unsettled(error) from error
                 raise
 
@@ -146,6 +160,7 @@ class Stream:
             code = self._issue_batch(copies, rows[start : start + _BATCH])
             if code in UNSUPPORTED:
                 self._batches = False
+                drop_message(self._acl)
                 return rows[start:]
             check(self._acl, "aclrtMemcpyBatchAsync", code)
         return rows[:0]
@@ -180,14 +195,19 @@ class Stream:
         if call is None:
             if self._query is not None and not self._complete():
                 return False
-            check(self._acl, "aclrtSynchronizeStream", self._acl.aclrtSynchronizeStream(self._handle))
+            code = self._acl.aclrtSynchronizeStream(self._handle)
+            self._unseen = code in STILL_RUNNING
+            check(self._acl, "aclrtSynchronizeStream", code)
             return True
         milliseconds = min(int(remaining * 1000), _SLICE_MS)
         if milliseconds < 1:
             return False
+        began = time.monotonic()
         code = call(self._handle, milliseconds)
-        if code in STILL_RUNNING:
+        if code in _TOO_SHORT and time.monotonic() - began >= _ABOUT * milliseconds / 1000:
+            drop_message(self._acl)
             return False
+        self._unseen = code in STILL_RUNNING
         check(self._acl, "aclrtSynchronizeStreamWithTimeout", code)
         return True
 
@@ -203,6 +223,7 @@ class Stream:
         code = self._query(self._handle, ctypes.byref(status))
         if code in UNSUPPORTED:
             self._query = None
+            drop_message(self._acl)
             return False
         check(self._acl, "aclrtStreamQuery", code)
         return status.value == StreamStatus.COMPLETE
@@ -215,26 +236,35 @@ class Stream:
         if (abort is None or abort(self._handle) != 0) and not self._idle():
             self._outlast()
         self._renew()
+        drop_message(self._acl)
 
     def _outlast(self) -> None:
-        while not self._closing.wait(_POLL):
+        pause = _POLL
+        while not self._closing.wait(pause):
             if self._idle():
                 return
+            pause = min(2 * pause, _RARELY)
         self._handle = None
         raise Unsettled
 
     def _idle(self) -> bool:
-        """Whether that is known. A device that cannot even be asked may still write."""
-        try:
+        """Whether that is known. A device that cannot even be asked may still write. A stream that has failed may say
+        so to every question, but whoever waits for it hears that it has ended.
+        """
+        with suppress(AclError):
             if self._query is not None:
                 return self._complete()
-            return self._synchronized(_SLICE_MS / 1000)
-        except AclError:
+        if self._unseen:
             return False
+        try:
+            return self._synchronized(_SLICE_MS / 1000)
+        except AclError as error:
+            return error.code in _ABORTED
 
     def _renew(self) -> None:
         """AscendCL documentation: destroying a stream waits for its tasks. One that cannot be destroyed is left."""
         handle, self._handle = self._handle, None
+        self._unseen = False
         if handle is not None and self._acl.aclrtDestroyStream(handle) != 0:
             force = self._acl.aclrtDestroyStreamForce
             if force is not None:

@@ -35,8 +35,10 @@ class Ends:
     writing: Sequence[Region]
     look: Callable[[MemoryBackend, Region], NDArray[np.uint8]] = viewed
     """How the suite sees the bytes of a region."""
-    direct: bool = True
-    """Whether a path that fills by itself may do so here."""
+    reads: bool = True
+    """Whether a path that reads by itself may do so here."""
+    fills: bool = True
+    """The same of one that fills by itself."""
 
     @property
     def destination(self) -> NDArray[np.uint8]:
@@ -63,7 +65,7 @@ class Ends:
         """What the source does for one pull: the grant's id, its ticket if the path has one, the source's transfer."""
         await self.ready()
         grant, nbytes = secrets.token_bytes(16), int(segments[:, 2].sum())
-        ticket = self.source.describe(grant, Span(tuple(self.reading), lambda: segments))
+        ticket = self.source.describe(grant, Span(tuple(self.reading), lambda: segments, self.reads))
         return grant, ticket, self.source.serve(grant, lending or self.lending(segments), nbytes)
 
     async def start(
@@ -76,7 +78,7 @@ class Ends:
     ) -> tuple[Transfer, Transfer]:
         """One granted pull: the source's transfer and the puller's."""
         grant, ticket, serving = await self.grant(segments, lending=lending)
-        self.puller.expect(grant, ticket, lambda: segments, Span(tuple(self.writing), lambda: into, direct=self.direct))
+        self.puller.expect(grant, ticket, lambda: segments, Span(tuple(self.writing), lambda: into, self.fills))
         return serving, self.puller.fetch(grant, landing or self.landing(into), int(segments[:, 2].sum()))
 
     async def pull(self, segments: NDArray[np.int64], into: NDArray[np.int64]) -> None:
@@ -91,7 +93,7 @@ class Ends:
         path has one, and its transfer if it may begin before the receiver says that it is ready.
         """
         grant, nbytes, path = secrets.token_bytes(16), int(segments[:, 2].sum()), self.puller
-        ticket = path.describe(grant, Span(tuple(self.reading), lambda: segments))
+        ticket = path.describe(grant, Span(tuple(self.reading), lambda: segments, self.reads))
         if ticket is None:
             await within(path.ready(Deadline.after_ms(PATIENCE * 1000)))
         begins = ticket is not None or path.prepared
@@ -105,7 +107,7 @@ class Ends:
             path.give_up()
             await within(path.ready(Deadline.after_ms(PATIENCE * 1000)))
             serving = self.puller.serve(grant, self.lending(segments), nbytes)
-        path.expect(grant, ticket, lambda: segments, Span(tuple(self.writing), lambda: into, direct=self.direct))
+        path.expect(grant, ticket, lambda: segments, Span(tuple(self.writing), lambda: into, self.fills))
         return serving, path.fetch(grant, self.landing(into), nbytes)
 
     async def push(self, segments: NDArray[np.int64], into: NDArray[np.int64]) -> None:

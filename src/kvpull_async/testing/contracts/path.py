@@ -73,7 +73,8 @@ class DataPathContract:
         memory = GatedMemory(self.make_memory())
         made = [memory.allocate(tensors=1, tensor_nbytes=self.nbytes, placement=Placement.DEVICE) for _ in range(2)]
         puller, source = (dialled, accepted) if puller_dials else (accepted, dialled)
-        ends = Ends(puller, source, memory, made[0].regions, made[1].regions, self.look, self.fills_itself)
+        itself = {"reads": self.reads_itself, "fills": self.fills_itself}
+        ends = Ends(puller, source, memory, made[0].regions, made[1].regions, self.look, **itself)
         ends.original[:] = np.arange(self.nbytes, dtype=np.uint32).astype(np.uint8)
         try:
             yield ends
@@ -309,7 +310,7 @@ class DataPathContract:
             unknown = secrets.token_bytes(16)
             if ticket is not None:
                 forged = secrets.token_bytes(16)
-                ends.puller.expect(unknown, forged, lambda: whole, Span(tuple(ends.writing), lambda: whole))
+                ends.puller.expect(unknown, forged, lambda: whole, Span(tuple(ends.writing), lambda: whole, ends.fills))
             with contextlib.suppress(OSError):
                 fetching = ends.puller.fetch(unknown, ends.landing(whole), self.nbytes)
                 assert await self.failed(fetching)

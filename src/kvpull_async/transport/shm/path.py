@@ -108,10 +108,11 @@ class ShmPath(StreamPath):
         self._require_side()
         cache = self._side.cache(_number(expected.ticket))
         into: Span | Batches = landing
-        if expected.span.direct and expected.span.regions[0].device is None:
+        if expected.span.direct:
             landing.close()
             into = expected.span
-        reading = Reading(self._seed.workers, cache, expected.reading, into, nbytes=nbytes)
+        workers = self._seed.workers if expected.span.direct else self._seed.workers.apart
+        reading = Reading(workers, cache, expected.reading, into, nbytes=nbytes)
         if not reading.settled.done():
             self._readings.add(reading)
             reading.settled.add_done_callback(lambda _: self._readings.discard(reading))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -209,3 +210,66 @@ def test_others_go_on_however_many_threads_hang(waiters: int) -> None:
         assert here.holds.count(False) == waiters
         for thread in threads:
             thread.close()
+
+
+# -- what may never be answered ----------------------------------------------------------------------------------------
+
+
+def test_what_does_not_answer_in_time_ends_with_a_timeout_and_is_handed_on() -> None:
+    with side() as here:
+        late: list[Future[int]] = []
+        with pytest.raises(LLMTimeoutError) as caught:
+            here.copiers.within(here.gate(), Deadline.after_ms(50), late=late.append)
+        assert caught.value.retry_safe
+        (going,) = late
+        assert going.running()
+        here.open_gates()
+        assert going.result(BOUND) == 1
+
+
+def test_what_never_began_is_not_handed_on() -> None:
+    with side() as here:
+        here.busy()
+        late: list[Future[int]] = []
+        with pytest.raises(LLMTimeoutError):
+            here.copiers.within(here.gate(), Deadline.after_ms(50), late=late.append)
+        assert late == []
+
+
+def test_others_take_the_places_of_threads_that_are_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SLOW", 0.02)
+    with side() as here:
+        threads = [Thread() for _ in range(4)]
+        gate = here.gate()
+        ends = [thread.begin(lambda: here.copiers.within(gate, Deadline.after_ms(BOUND * 1000))) for thread in threads]
+        eventually(lambda: here.holds == [True] * 4)
+        assert here.copiers.call(lambda _: 7) == 7
+        here.open_gates()
+        assert [end() for end in ends] == [1] * 4
+        assert sorted(here.holds) == [False] * 4 + [True] * 4
+        for thread in threads:
+            thread.close()
+
+
+def test_a_thread_that_copies_one_piece_for_long_counts_as_hanging_before_its_time_is_over() -> None:
+    with side() as here:
+        thread = Thread()
+        end = thread.begin(lambda: here.copiers.call(here.gate(), Until(Deadline.after_ms(BOUND * 1000))))
+        eventually(lambda: here.holds == [True])
+        here.open_gates()
+        assert end() == 1
+        assert here.holds == [True, False]
+        thread.close()
+
+
+def test_waiting_in_the_queue_is_no_hanging() -> None:
+    with side() as here:
+        here.busy()
+        thread = Thread()
+        end = thread.begin(lambda: here.copiers.call(lambda _: 3, Until(Deadline.after_ms(BOUND * 1000))))
+        with pytest.raises(TimeoutError):
+            end(0.5)
+        assert here.holds == []
+        here.open_gates()
+        assert end() == 3
+        thread.close()

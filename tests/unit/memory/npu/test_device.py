@@ -6,8 +6,7 @@ import ctypes
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,42 +16,14 @@ import pytest
 
 from kvpull_async._deadline import Deadline
 from kvpull_async.memory._acl import MemcpyKind
-from kvpull_async.memory.base import Region, Until
+from kvpull_async.memory.base import Until
 from kvpull_async.memory.npu.codes import AclError, meaning
 from kvpull_async.memory.npu.device import Device
 from kvpull_async.memory.npu.streams import Copies
 from kvpull_async.status import LLMException, LLMStatusCode
-from kvpull_async.values import Placement
-from tests.acl_emulator import build
-from tests.unit.memory.emulated import BOUND, Npu, Thread, emulated, eventually, in_a_child, pattern
-
-KIB = 1024
-
-
-class Side:
-    def __init__(self, npu: Npu, number: int, *without: str) -> None:
-        self.npu = npu
-        self.emulator = npu.emulator
-        self.failures: list[BaseException] = []
-        self.device = Device(npu.without(*without), number)
-        self.device.failed = self.failures.append
-
-    def region(self, address: int, nbytes: int) -> Region:
-        return Region(address, nbytes, Placement.DEVICE, device=self.device.number)
-
-
-@contextmanager
-def side(*without: str, number: int = 0, clean: bool = True, **settings: int) -> Iterator[Side]:
-    """A device, open."""
-    with emulated(clean=clean, **settings) as npu:
-        made = Side(npu, number, *without)
-        made.device.open()
-        try:
-            yield made
-        finally:
-            npu.emulator.resume()
-            assert made.device.copiers.close(Deadline.after_ms(BOUND * 1000)) == 0
-
+from tests.emulation import build
+from tests.unit.memory.emulated import BOUND, Thread, emulated, eventually, in_a_child, pattern
+from tests.unit.memory.npu.device_side import KIB, side
 
 # -- opening -----------------------------------------------------------------------------------------------------------
 
@@ -317,8 +288,9 @@ def test_memory_of_the_host_or_of_another_device_is_refused_and_named() -> None:
         plain = np.zeros(KIB, np.uint8)
         wrong = {foreign: "that of device 1", pinned: "no device's", plain.ctypes.data: "no device's"}
         for address, where in wrong.items():
-            with pytest.raises(LLMException, match=f"tensor 1 .*{where}") as caught:
+            with pytest.raises(LLMException, match=f"tensor 1 .*first byte.*{where}") as caught:
                 here.device.check_places({0: here.region(own, KIB), 1: here.region(address, KIB)}, Until())
+            assert ("Placement.HOST" in str(caught.value)) == (where == "no device's")
             assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
         other.free(foreign).result(BOUND)
         here.device.free(own).result(BOUND)
@@ -329,8 +301,9 @@ def test_memory_of_the_host_or_of_another_device_is_refused_and_named() -> None:
 def test_a_region_that_passes_the_end_of_its_memory_is_refused() -> None:
     with side() as here:
         address = here.device.malloc(KIB)
-        with pytest.raises(LLMException, match="tensor 0") as caught:
+        with pytest.raises(LLMException, match=r"tensor 0 \(last byte.*shorter than cache_desc") as caught:
             here.device.check_places({0: here.region(address, 3 * KIB * KIB)}, Until())
+        assert "Placement" not in str(caught.value)
         assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
         here.device.free(address).result(BOUND)
 

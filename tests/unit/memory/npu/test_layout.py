@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvpull_async.memory.base import PIECE_VIEWS, Region
 from kvpull_async.memory.npu import layout
-from kvpull_async.memory.npu.layout import ALIGNMENT, SLOT_BYTES, Load, aligned, loads, overlapping
+from kvpull_async.memory.npu.layout import ALIGNMENT, SLOT_BYTES, Load, aligned, bases_of, loads, named, overlapping
 from kvpull_async.values import Placement
 
 MIB = 1024 * 1024
@@ -207,3 +207,24 @@ def test_a_row_is_aligned_when_all_its_addresses_are() -> None:
     first, second = np.array([0, 64, 128, 63]), np.array([64, 1, 64, 64])
     assert aligned(first, second).tolist() == [True, False, True, False]
     assert aligned(first).tolist() == [True, True, True, False]
+
+
+class Untouched(list[Region]):
+    """Regions of a large cache, of which only a few may be looked at."""
+
+    def __iter__(self) -> Iterator[Region]:
+        raise AssertionError("all of them were looked at")
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+def test_only_the_tensors_that_are_named_are_looked_at(rows: int) -> None:
+    regions = Untouched([Region(4096 * number, 4096, Placement.DEVICE) for number in range(5000)])
+    segments = np.array([(row % 3 * 7, 0, 64) for row in range(rows)], np.int64)
+    assert named(regions, segments[:, 0]) == {number: regions[number] for number in (0, 7, 14)}
+    assert bases_of(regions, segments[:, 0])[[0, 7, 14]].tolist() == [0, 7 * 4096, 14 * 4096]
+    assert overlapping(regions, segments) == (rows > 3)
+    assert sum(load.nbytes for load in loads(regions, segments)) == 64 * rows
+
+
+def test_no_row_names_no_tensor() -> None:
+    assert named([], np.zeros(0, np.int64)) == {}

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from kvpull_async._deadline import NEVER, Deadline
 from kvpull_async.memory.npu.pool import Block, Pool
 from kvpull_async.status import LLMException, LLMStatusCode
 
@@ -29,7 +30,7 @@ class Memory:
         self._slow = slow
         self._threads = ThreadPoolExecutor(1)
 
-    def make(self, nbytes: int) -> int:
+    def make(self, nbytes: int, deadline: Deadline = NEVER) -> int:
         with self._lock:
             self.asked.append(nbytes)
             if sum(self.blocks.values()) + nbytes > self.room:
@@ -170,7 +171,7 @@ def test_another_error_frees_nothing() -> None:
     memory = Memory()
     freed = memory.freed
 
-    def failing(nbytes: int) -> int:
+    def failing(nbytes: int, deadline: Deadline) -> int:
         if memory.asked:
             raise LLMException("the device is lost", status_code=LLMStatusCode.LLM_FAILED)
         return memory.make(nbytes)
@@ -249,7 +250,7 @@ def test_a_block_that_comes_when_the_end_has_begun_goes_back() -> None:
     memory = Memory()
     blocks: Pool
 
-    def late(nbytes: int) -> int:
+    def late(nbytes: int, deadline: Deadline) -> int:
         blocks.close()
         return memory.make(nbytes)
 
@@ -288,3 +289,30 @@ def test_threads_never_share_a_block_and_none_is_lost() -> None:
     assert "taken=0" in repr(blocks)
     blocks.close()
     assert memory.blocks == {}
+
+
+def test_p1_what_is_lost_stays_lost_whoever_gives_it_back_and_whatever_ends() -> None:
+    memory = Memory()
+    blocks = pool(memory)
+    lost, given = blocks.take(KIB), blocks.take(KIB)
+    blocks.lose(lost)
+    assert not blocks.give(lost)
+    assert blocks.give(given)
+    assert blocks.take(KIB) is given
+    blocks.close()
+    assert memory.freed == [given.address]
+    assert not blocks.give(lost)
+    memory.close()
+
+
+def test_the_device_hears_by_when_the_memory_is_wanted() -> None:
+    heard: list[Deadline] = []
+
+    def make(nbytes: int, deadline: Deadline) -> int:
+        heard.append(deadline)
+        return nbytes
+
+    memory, until = Memory(), Deadline.after_ms(1000)
+    Pool(make, memory.free).take(KIB, until)
+    assert heard == [until]
+    memory.close()

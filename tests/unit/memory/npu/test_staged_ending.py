@@ -97,7 +97,7 @@ def test_waiting_for_a_slot_ends_with_the_transfers_time(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["landing", "lending"])
-def test_p1_slots_of_a_copy_that_hangs_arenobody_elses_until_it_ends(way: str) -> None:
+def test_p1_slots_of_a_copy_that_hangs_are_nobody_elses_until_it_ends(way: str) -> None:
     with side(abort_works=0) as here:
         until = Until(Deadline.after_ms(50))
         here.emulator.hang()

@@ -10,7 +10,7 @@ import pytest
 
 from kvpull_async.memory.base import Until
 from kvpull_async.memory.npu import streams
-from kvpull_async.memory.npu.codes import AclError, meaning
+from kvpull_async.memory.npu.codes import CODES, STILL_RUNNING, AclError, meaning
 from kvpull_async.memory.npu.streams import Unsettled
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from tests.unit.memory.emulated import BOUND, eventually, pattern
@@ -183,20 +183,101 @@ def test_p1_after_an_error_without_an_abort_the_rest_is_waited_for(without: tupl
         here.works()
 
 
-@pytest.mark.parametrize("code", [107019, 107020, 507010, 507046])
-def test_p1_a_wait_that_says_it_runs_still_is_asked_again(code: int) -> None:
-    with side() as here:
+@pytest.mark.parametrize("code", [107019, 507046])
+def test_p1_a_wait_that_was_too_short_is_repeated(code: int) -> None:
+    with side(call_us=10_000) as here:  # the limit of the first wait
         here.emulator.inject(TIMED, code, times=3)
         here.works()
 
 
-def test_p1_a_synchronous_copy_whose_end_nobody_saw_is_not_over() -> None:
+@pytest.mark.parametrize("code", sorted({*CODES, 123456}))
+def test_p1_p2_whatever_a_copy_failed_with_it_has_not_succeeded(code: int) -> None:
     with side() as here:
-        here.emulator.inject("aclrtMemcpy", 507012)
-        with pytest.raises(Unsettled, match="507012") as caught:
-            here.copy(here.upward(*MIXED))
-        assert caught.value.destination_unsafe
+        here.emulator.inject("task", code)
+        with pytest.raises(AclError) as caught:
+            here.copy(here.upward(*ALIGNED))
+        assert caught.value.code == code
         here.works()
+
+
+@pytest.mark.parametrize("code", sorted(STILL_RUNNING))
+@pytest.mark.parametrize("without", [(), (ABORT,), (ABORT, TIMED)])
+def test_p1_p2_a_copy_that_failed_is_not_waited_for_as_if_it_only_took_long(
+    without: tuple[str, ...], code: int
+) -> None:
+    """The device tells of a failed copy once; asked again, it would say that all is well."""
+    with side(*without) as here:
+        here.emulator.inject("task", code)
+        with pytest.raises(AclError) as caught:
+            here.copy(here.upward(*ALIGNED))
+        assert caught.value.code == code
+        assert here.npu.running() == 0
+        here.works()
+
+
+@pytest.mark.parametrize("code", [107020, 507010])
+def test_p1_after_an_end_that_nobody_saw_the_word_of_a_wait_is_no_proof(code: int) -> None:
+    with side(ABORT, QUERY, clean=False) as here:
+        here.emulator.inject("task", code)
+        end = here.begin(here.upward(*ALIGNED))
+        with pytest.raises(TimeoutError, match="has not ended"):
+            end(0.3)
+        here.closing.set()
+        with pytest.raises(Unsettled):
+            end()
+
+
+@pytest.mark.parametrize("code", [507012, 507046])
+def test_p1_a_synchronous_copy_whose_end_nobody_saw_is_not_over_before_the_memory_closes(code: int) -> None:
+    with side() as here:
+        here.emulator.inject("aclrtMemcpy", code)
+        end = here.begin(here.upward(*MIXED), after_ms(20))
+        with pytest.raises(TimeoutError, match="has not ended"):
+            end(0.2)
+        here.closing.set()
+        with pytest.raises(Unsettled, match=str(code)) as caught:
+            end()
+        assert caught.value.destination_unsafe
+
+
+@pytest.mark.parametrize("code", [207001, 507053, 507899])
+def test_p1_a_stream_that_failed_and_answers_every_question_with_it_is_over_when_it_was_waited_for(code: int) -> None:
+    with side(ABORT, failed_queries=1) as here:
+        here.emulator.inject("task", code)
+        with pytest.raises(AclError) as caught:
+            here.copy(here.upward(*ALIGNED))
+        assert caught.value.code == code
+        assert here.npu.running() == 0
+        here.works()
+
+
+@pytest.mark.parametrize("code", [107022, 107023])
+def test_a_wait_that_says_that_the_copies_were_aborted_is_believed(code: int) -> None:
+    with side(ABORT, QUERY) as here:
+        here.emulator.inject(TIMED, code, times=-1)
+        with pytest.raises(AclError) as caught:
+            here.copy(here.upward(*ALIGNED))
+        assert caught.value.code == code
+        eventually(lambda: here.npu.running() == 0)
+
+
+@pytest.mark.parametrize("code", [207001, 107003, 507010, 507899])
+def test_p1_a_device_that_answers_nothing_but_an_error_has_ended_nothing(code: int) -> None:
+    with side(ABORT, clean=False) as here:
+        end = here.hung(after_ms(60))
+        here.emulator.inject(TIMED, code, times=-1)
+        here.emulator.inject(QUERY, code, times=-1)
+        with pytest.raises(TimeoutError, match="has not ended"):
+            end(0.4)
+        assert here.npu.running() == 1
+        asked = here.emulator.count(QUERY)
+        time.sleep(0.3)
+        assert here.emulator.count(QUERY) - asked < 30, "it is asked less and less often"
+        here.closing.set()
+        with pytest.raises(Unsettled):
+            end()
+        here.emulator.resume()
+        eventually(lambda: here.npu.running() == 0)
 
 
 def test_a_stream_that_cannot_be_made_anew_is_made_for_a_later_copy() -> None:

@@ -76,7 +76,7 @@ class Target:
 
     def span(self, rows: Rows, *, watch: bool = False, few: bool = False) -> Span:
         most = {"most_rows": len(rows)} if few else {}
-        return Span(self.regions, lambda: rows, self.landed.append if watch else None, **most)
+        return Span(self.regions, lambda: rows, True, self.landed.append if watch else None, **most)
 
     def landing(self, rows: Rows) -> Batches:
         return HostMemory().landing(self.regions, rows)

@@ -42,7 +42,7 @@ class Link:
         await self.pullers[lane].ready(soon())
         await self.sources[lane].ready(soon())
         grant, source = secrets.token_bytes(16), self.sources[lane]
-        ticket = source.describe(grant, Span(regions, lambda: rows))
+        ticket = source.describe(grant, Span(regions, lambda: rows, direct=True))
         kind = self.accepting if lane == 0 else self.meeting
         return grant, ticket, source.serve(grant, kind.memory.lending(regions, rows), int(rows[:, 2].sum()))
 
@@ -50,7 +50,7 @@ class Link:
         self, grant: bytes, ticket: bytes | None, src: Rows, dst: Rows, into: tuple[Region, ...], lane: int = 0
     ) -> Transfer:
         kind = self.meeting if lane == 0 else self.accepting
-        self.pullers[lane].expect(grant, ticket, lambda: src, Span(into, lambda: dst))
+        self.pullers[lane].expect(grant, ticket, lambda: src, Span(into, lambda: dst, direct=True))
         return self.pullers[lane].fetch(grant, kind.memory.landing(into, dst), int(dst[:, 2].sum()))
 
     async def pull(self, regions: tuple[Region, ...], *, lane: int = 0) -> bytes:

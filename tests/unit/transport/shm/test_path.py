@@ -183,10 +183,10 @@ async def test_a_grant_that_was_not_described_or_is_over_is_streamed_or_nothing(
         with pytest.raises(ConnectionError, match="no payload connection"):
             link.fetch(secrets.token_bytes(16), None, WHOLE, WHOLE, heap_regions())
         for unexpected in (secrets.token_bytes(16), b""):
-            link.pullers[0].expect(grant, ticket, lambda: WHOLE, Span(heap_regions(), lambda: WHOLE))
+            link.pullers[0].expect(grant, ticket, lambda: WHOLE, Span(heap_regions(), lambda: WHOLE, direct=True))
             with pytest.raises(ConnectionError, match="no payload connection"):
                 link.pullers[0].fetch(unexpected, link.meeting.memory.landing(heap_regions(), WHOLE), NBYTES)
-        link.pullers[0].expect(grant, ticket, lambda: WHOLE, Span(heap_regions(), lambda: WHOLE))
+        link.pullers[0].expect(grant, ticket, lambda: WHOLE, Span(heap_regions(), lambda: WHOLE, direct=True))
         link.pullers[0].give_up()
         with pytest.raises(ConnectionError, match="no payload connection"):
             link.pullers[0].fetch(grant, link.meeting.memory.landing(heap_regions(), WHOLE), NBYTES)
@@ -205,7 +205,7 @@ async def test_what_the_source_holds_for_a_reader_ends_at_once() -> None:
                 closed.append(True)
 
         grant = secrets.token_bytes(16)
-        assert link.sources[0].describe(grant, Span(file_regions(), lambda: WHOLE)) is not None
+        assert link.sources[0].describe(grant, Span(file_regions(), lambda: WHOLE, direct=True)) is not None
         serving = link.sources[0].serve(grant, lending(), NBYTES)
         assert serving.settled.done()
         assert serving.done.result() == 0

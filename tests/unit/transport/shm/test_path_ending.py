@@ -84,7 +84,7 @@ async def test_the_end_of_the_side_channel_ends_new_pulls_and_is_told_to_the_lin
         with pytest.raises(ConnectionError, match="ended"):
             await link.pullers[0].ready(soon())
         with pytest.raises(ConnectionError, match="ended"):
-            link.sources[0].describe(grant, Span(regions, lambda: WHOLE))
+            link.sources[0].describe(grant, Span(regions, lambda: WHOLE, direct=True))
         await until(lambda: link.lost)
         assert len(link.lost) == 1
 

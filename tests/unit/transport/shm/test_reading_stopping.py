@@ -153,7 +153,7 @@ async def test_what_is_told_has_landed_grows_and_ends_with_all(workers: Workers)
             wrong.append(count)
         target.landed.append(count)
 
-    span = Span(target.regions, lambda: rows, landed)
+    span = Span(target.regions, lambda: rows, True, landed)
     reading = Reading(workers, source, lambda: rows, span, nbytes=nbytes)
     await settled(reading)
     assert not wrong, "told before it had landed"

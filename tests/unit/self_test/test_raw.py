@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 
@@ -10,10 +9,10 @@ import pytest
 
 from kvpull_async.memory._acl import MemcpyKind, load
 from kvpull_async.memory.npu.codes import CONTEXT_NULL, AclError
-from kvpull_async.memory.npu.raw import Raw
-from tests.acl_emulator import Emulator, build
-
-pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="the emulator is compiled with gcc")
+from kvpull_async.self_test.lines import Absent
+from kvpull_async.self_test.raw import Raw
+from tests.acl_emulator import Emulator
+from tests.emulation import build
 
 
 @pytest.fixture
@@ -123,11 +122,13 @@ def test_a_copy_that_hangs_is_not_finished_in_time_and_can_be_aborted(raw: Raw, 
 
 
 def test_without_its_calls_nothing_is_told(emulator: Emulator) -> None:
-    home = build(without=("aclrtGetSocName", "aclrtGetVersion", "aclrtGetMemInfo"))
+    home = build(without=("aclrtGetSocName", "aclrtGetVersion", "aclrtGetMemInfo", "aclrtGetCurrentContext"))
     bare = Raw(load({"ASCEND_HOME_PATH": str(home)}), 0)
 
     def work() -> None:
         opened(bare)
         assert (bare.soc(), bare.version(), bare.memory()) == ("", "", None)
+        with pytest.raises(Absent, match="aclrtGetCurrentContext"):
+            bare.context()
 
     apart(work)

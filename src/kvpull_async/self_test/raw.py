@@ -1,7 +1,7 @@
-"""AscendCL's calls one by one, with plain numbers and numpy arrays, for the self-test: what a device really answers.
+"""AscendCL's calls one by one, with plain numbers and numpy arrays: what a device really answers.
 
 Of one thread, which they bind. It must not judge what they answer, and the library's own copies go another way
-(`streams.py`).
+(`memory/npu/streams.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvpull_async.memory._acl import Acl, MallocPolicy, MemAttr, MemcpyKind, StreamStatus
 from kvpull_async.memory.npu.codes import REPEAT_INITIALIZE, check
+from kvpull_async.self_test.lines import Absent
 
 __all__ = ["Raw"]
 
@@ -49,9 +50,11 @@ class Raw:
         check(self.acl, "aclrtSetDevice", self.acl.aclrtSetDevice(self.number))
 
     def context(self) -> tuple[int, int | None]:
-        """The code and the context of the calling thread."""
-        context = ctypes.c_void_p()
-        return self.acl.aclrtGetCurrentContext(ctypes.byref(context)), context.value
+        """The code and the context of the calling thread. Absent where the library cannot tell."""
+        context, call = ctypes.c_void_p(), self.acl.aclrtGetCurrentContext
+        if call is None:
+            raise Absent(_MISSING.format("aclrtGetCurrentContext"))
+        return call(ctypes.byref(context)), context.value
 
     def soc(self) -> str:
         """The name of the chip; empty where it is not told."""
