@@ -35,7 +35,7 @@ __all__ = ["Pull", "Verifying", "Wanted"]
 
 _TINY: Final = 128 * 1024
 """Most bytes copied with the interpreter lock held: giving it up would take longer."""
-_WHY: Final = 0.5
+_WHY: Final = 0.2
 """Seconds that a source has to say why it has broken off."""
 
 
@@ -238,7 +238,7 @@ class Pull(Turn):
         refusal = self._refusal
         if refusal is None:
             return
-        await asyncio.wait([refusal], timeout=self._deadline.sooner(_WHY).remaining)
+        await asyncio.wait([refusal], timeout=min(_WHY, self._deadline.remaining / 2))
         if refusal.done() and not refusal.cancelled() and refusal.result().status_code != LLMStatusCode.LLM_LINK_FAILED:
             raise refusal.result() from error
 

@@ -150,7 +150,7 @@ class Puller:
         link: Link | None = None
         try:
             seed = PathSeed(b"t" * 16, 0, True, None, self._workers, lambda _: None)
-            link = Link(given, ShmPath(end, seed, forget=lambda _: None, direct=True))
+            link = Link(given, ShmPath(end, seed, forget=lambda _: None))
             while given.left:
                 await self._step(given, end, link, there)
         finally:

@@ -178,6 +178,10 @@ class Worker:
             self.stress.note(f"it brought what was gone when it began: {what}")
         others = [0]
         if self.name == "remote access" and lost:
+            ready = time.monotonic() + PATIENCE_MS / 1000
+            # A new source may be read before it has said its ids.
+            while source.losses % 2 and time.monotonic() < ready:  # noqa: ASYNC110  (the trouble tells nobody)
+                await asyncio.sleep(0.01)
             others = [key - shape.key for key in source.keys_by_id[shape.cache_id]]
         await self.judge(
             error,

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers, stand_in_here
 from kvpull_async.memory.base import MemoryBackend
 from kvpull_async.memory.host import HostMemory
@@ -32,6 +33,8 @@ Budgets = Mapping[Placement, "int | None"]
 
 HOST: Final = "host"
 ACL: Final = "acl"
+_ENDING: Final = 1.0
+"""Seconds that a thread has to end which has nothing left to do."""
 _PATIENCE: Final = 120.0
 """Seconds after which a device that does not open is given up: the driver of a sick one may never answer."""
 _HOMES: Final = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
@@ -114,6 +117,9 @@ async def choose_apart(
             _give_up(answer, running, thread)
         thread.close(0)
     if taken:
+        ending = Deadline.after_ms(_ENDING * 1000)
+        while thread.close(0) and not ending.expired:  # noqa: ASYNC110  (a thread that ends sets no event)
+            await asyncio.sleep(0)
         return answer.result()
     reason = f"the NPU could not be opened within {patience:g} s"
     if backend == ACL:
