@@ -243,7 +243,7 @@ async def test_p2_p10_over_tls_a_corrupted_byte_anywhere_is_an_error_and_never_a
     here, there = (office.issue(f"{number}", *cluster(number)) for number in (duo.DECODER, duo.PROMPT))
     failed: Counter[str] = Counter()
     async with proxied(here=here, **there) as scene:
-        for number in range(40):
+        for number in range(60):
             way, kind = numbers.choice(list(Way)), numbers.choice(["control", "payload"])
             at = int(2 ** numbers.uniform(0, 8 if kind == "control" else 22))
             scene.proxy.inflict(Fault(FaultKind.CORRUPT, way, at, 1 << numbers.randrange(8)), kind=kind)
