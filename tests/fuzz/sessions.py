@@ -97,6 +97,7 @@ class Talk:
         self._last: tuple[Any, bytes] | None = None
         self._said = Decoder(READY_LIMIT)
         self._asked: dict[int, type[Any]] = {}
+        self._sent: int | None = None
         self._ready = self._failed = False
         self._order = self._fed = self._newest = 0
         self._steps: tuple[Callable[[], None], ...] = (
@@ -210,6 +211,8 @@ class Talk:
         number = self._given.numbers[-1 - self._given.byte() % len(self._given.numbers)]
         self.session.end_request(number)
         self._asked.pop(number, None)
+        if number == self._sent:
+            self._sent = None
         self._check()
 
     def _decide(self) -> None:
@@ -277,7 +280,12 @@ class Talk:
         if isinstance(message, frames.Digest):  # whoever waits for it knows; for others it is nothing
             assert number <= self._newest
             return
+        if isinstance(message, frames.Refuse) and number == self._sent:  # the source could not go on
+            self._sent = None
+            return
         assert isinstance(message, _ASKED[self._asked[number]]), (message, self._asked)
+        if isinstance(message, frames.Grant) and not message.inline:
+            self._sent = number
         if not isinstance(message, frames.Accept):
             del self._asked[number]
 

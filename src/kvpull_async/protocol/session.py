@@ -98,7 +98,7 @@ class Session:
         self._last_request = 0
         self._open: dict[int, int] = {}
         """Requests in flight and, on the serving side, the bytes of their tables."""
-        self._sent = 0
+        self._sent: int | None = None
         """The last request whose bytes follow its grant: it may be refused yet, when the source cannot go on."""
         self._answers: dict[int, tuple[type[Answering], ...]] = {}
         """What may answer the requests of this side."""
@@ -191,7 +191,7 @@ class Session:
         self._open.pop(request_id, None)
         self._answers.pop(request_id, None)
         if request_id == self._sent:
-            self._sent = 0
+            self._sent = None
         self._watches.discard(request_id)
 
     def close(self) -> None:
@@ -360,7 +360,7 @@ class Session:
                     self._sent = message.request_id
             self._events.append(Received(message, tail))
         elif message.request_id == self._sent and isinstance(message, frames.Refuse):
-            self._sent = 0
+            self._sent = None
             self._events.append(Received(message, tail))
         elif 0 < message.request_id <= self._last_request:
             self.late_answers += 1

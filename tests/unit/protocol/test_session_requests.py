@@ -78,9 +78,16 @@ def test_what_was_granted_and_is_sent_may_be_refused_yet_once() -> None:
     assert session.late_answers == 3
 
 
-def test_an_answer_to_request_zero_is_a_failure() -> None:
+@pytest.mark.parametrize("granted", [False, True])
+@pytest.mark.parametrize("name", ["Grant", "Refuse", "Result", "Appeared", "Accept"])
+def test_an_answer_to_request_zero_is_a_failure(name: str, *, granted: bool) -> None:
     session, _ = greeted()
-    assert isinstance(deliver(session, grant(0))[0], Failed)
+    if granted:
+        number, _ = ask(session)
+        deliver(session, msgspec.structs.replace(grant(number), inline=False))
+        deliver(session, frames.Refuse(number, 1, "the memory has failed"))
+    answer = msgspec.structs.replace(SAMPLES[name].message, request_id=0)
+    assert isinstance(deliver(session, answer)[0], Failed)
 
 
 def request(number: int) -> frames.Request:
