@@ -19,8 +19,8 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
 
 from kvpull_async.testing.proxy_connection import Connection, Passing
 from kvpull_async.testing.proxy_plan import QUIET, Fault, FaultKind, Plan, Planner, Schedule, Way
@@ -82,11 +82,15 @@ class FaultProxy:
     def inflict(self, *faults: Fault, kind: str | None = None, number: int | None = None) -> None:
         """On all open connections, or those of this kind ("control", "payload"), or this one."""
 
-        def plan() -> None:
-            for one in self._chosen(kind, number):
+        async def plan() -> None:
+            chosen = self._chosen(kind, number)
+            for one in chosen:
                 one.plan(faults)
+            for one in chosen:
+                if one.ended:  # those that come next must not find it open
+                    await one.closed.wait()
 
-        self._call(plan)
+        self._await(plan())
 
     def stall(self, *ways: Way, kind: str | None = None) -> None:
         """Nothing goes on these ways (both if none is named) until `resume`. Connections that come later do."""
@@ -143,7 +147,7 @@ class FaultProxy:
         """Reset all connections and end. Nothing is left then, neither a thread nor a socket."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_PATIENCE)
+        self._await(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_PATIENCE)
         self._loop.close()
@@ -167,7 +171,10 @@ class FaultProxy:
         async def run() -> T:
             return action()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(_PATIENCE)
+        return self._await(run())
+
+    def _await(self, action: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(action, self._loop).result(_PATIENCE)
 
     def _chosen(self, kind: str | None, number: int | None) -> list[Connection]:
         return [

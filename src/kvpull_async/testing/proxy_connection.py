@@ -168,6 +168,8 @@ class Connection:
         self.number: int = number
         self.kind: str = ""
         self.ended: bool = False
+        self.closed: asyncio.Event = asyncio.Event()
+        """Set when both sockets are; soon after `ended`."""
         self._client = client
         self._target: socket.socket | None = None
         self._tell = tell
@@ -202,12 +204,13 @@ class Connection:
             self.say("was ended here")
             raise
         finally:
+            self.ended = True  # now, so that no `cut` interrupts what follows
             for stream in streams:
                 stream.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
-            self.ended = True
             for sock in filter(None, (self._client, self._target)):
                 sock.close()
+            self.closed.set()
 
     async def _connect(self, target: tuple[str, int]) -> None:
         self._target = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)

@@ -54,6 +54,19 @@ def test_a_fault_by_hand_counts_from_then_on_and_befalls_whom_it_names(rig: Rig)
 # --- new connections ---
 
 
+def test_a_connection_is_over_when_the_call_that_cut_it_returns(rig: Rig) -> None:
+    """Else what is asked next may find it open, and breaks on it."""
+    for _ in range(50):
+        line = rig.line()
+        line.client.sendall(b"x")
+        assert exactly(line.server, 1) == b"x"
+        rig.proxy.cut()
+        for sock in (line.client, line.server):
+            sock.setblocking(False)
+            with pytest.raises(ConnectionResetError):
+                sock.recv(1)
+
+
 def test_connections_are_refused_until_they_are_accepted_again(rig: Rig) -> None:
     before = rig.line()
     rig.proxy.refuse()

@@ -160,3 +160,28 @@ async def test_a_connection_that_is_cut_says_so_to_whoever_waits_for_it() -> Non
     assert near.fileno() == -1
     assert any("was ended here" in line for line in said)
     far.close()
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_a_cut_while_it_ends_by_itself_leaves_no_socket_open(steps: int) -> None:
+    async def body() -> tuple[int, int]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            dialled = socket.create_connection(server.getsockname())
+            taken, _ = server.accept()
+            connection = Connection(0, taken, lambda _: None)
+            running = asyncio.create_task(connection.run(server.getsockname()))
+            server.settimeout(PATIENCE)
+            onward, _ = await asyncio.to_thread(server.accept)
+            while connection._target is None or connection._streams[Way.BACK].sink is None:  # noqa: ASYNC110  (it sets no event)
+                await asyncio.sleep(0)
+            dialled.close()
+            onward.close()
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            connection.cut()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+            assert connection.closed.is_set()
+            return taken.fileno(), connection._target.fileno()
+
+    assert asyncio.run(body()) == (-1, -1)
