@@ -76,6 +76,10 @@ class Workers(Executor):
                     self._apart.close(0)
             return self._apart
 
+    def fit(self, *, direct: bool) -> Workers:
+        """Those for memory that the host reaches, or (`direct` False) for a device's, or for both at once."""
+        return self if direct else self.apart
+
     @property
     def crowded(self) -> bool:
         """Whether work waits for a thread. Long work then steps back in the queue, so that nobody waits for its end."""

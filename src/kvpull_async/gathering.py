@@ -22,7 +22,7 @@ async def gathered(lending: Batches, entry: Entry, workers: Workers, *, here: bo
         return join(lending)
     pin = entry.pin(until.stop)  # as long as the thread reads, also when nobody waits for it any more
     try:
-        reading = asyncio.get_running_loop().run_in_executor(workers if entry.direct else workers.apart, join, lending)
+        reading = asyncio.get_running_loop().run_in_executor(workers.fit(direct=entry.direct), join, lending)
     except BaseException:
         pin.release()
         raise

@@ -272,7 +272,7 @@ class Pull(Turn):
                 f"the grant is for {nbytes} bytes, {len(payload)} came with it, {self._link.inline_limit} may"
             )
         if not (self._entry.direct and rows <= FEW_ROWS):
-            workers = self._link.workers if self._entry.direct else self._link.workers.apart
+            workers = self._link.workers.fit(direct=self._entry.direct)
             self._transfer = job = Job(workers, copy_batches(lend_bytes(payload), landing))
             await moved(job)
         else:  # at most inline_limit bytes: shorter than handing it to a thread

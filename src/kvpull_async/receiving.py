@@ -94,7 +94,7 @@ class Receiving:
         """Bytes that came with the offer; None when they are in their place already."""
         steps = copy_batches(lend_bytes(place.payload), self.land(place, until))
         if place.nbytes > FEW_BYTES or place.most_rows > FEW_ROWS or not _direct(place):
-            return Job(self._workers if _direct(place) else self._workers.apart, steps)
+            return Job(self._workers.fit(direct=_direct(place)), steps)
         for _ in steps:
             pass
         return None

@@ -36,7 +36,7 @@ class Summed:
         self._until = until
         self._error: Exception | None = None
         few, steps = direct and nbytes <= FEW_BYTES and rows <= FEW_ROWS, _steps(growing, lending)
-        self._job = None if few else self._begin(steps, entries, workers if direct else workers.apart)
+        self._job = None if few else self._begin(steps, entries, workers.fit(direct=direct))
         if few:
             self._finish(steps)
 

@@ -299,3 +299,12 @@ def test_the_stand_in_is_for_the_pool_of_the_thread_that_hangs() -> None:
         assert one.limit == 1
     finally:
         assert one.close(20) == other.close(20) == 0
+
+
+def test_what_is_the_hosts_and_what_waits_for_a_device_are_kept_apart() -> None:
+    workers = Workers(1)
+    try:
+        assert workers.fit(direct=True) is workers
+        assert workers.fit(direct=False) is workers.apart
+    finally:
+        assert workers.close(20) == 0

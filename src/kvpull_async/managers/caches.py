@@ -139,7 +139,7 @@ async def _with_patience(
     while True:
         worth_it = backend.returning(placement)  # before: what comes back meanwhile comes too late for this attempt
         try:
-            workers = node.workers.apart if backend.waits(placement) else node.workers
+            workers = node.workers.fit(direct=not backend.waits(placement))
             return await _in_worker(workers, make, backend.free, dialect)
         except LLMException as error:
             full = error.status_code == dialect.out_of_memory_status
@@ -327,7 +327,7 @@ async def carry_out(
         entry.reach(writing=entry is dst)
     until = Until()
     try:
-        job = Job(node.workers if src.direct and dst.direct else node.workers.apart, copying(until))
+        job = Job(node.workers.fit(direct=src.direct and dst.direct), copying(until))
     except RuntimeError as error:  # no thread to be had
         raise LLMException(f"nothing can be copied: {error}", status_code=dialect.out_of_memory_status) from error
     released: asyncio.Future[None] = asyncio.get_running_loop().create_future()

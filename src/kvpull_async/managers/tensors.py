@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpull_async._deadline import Deadline
+from kvpull_async.call import finalized
 from kvpull_async.managers.dialect import Dialect
 from kvpull_async.managers.node import Node
-from kvpull_async.memory.base import Until
+from kvpull_async.memory.base import Until, forked
 from kvpull_async.registry import Entry
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from kvpull_async.turn import GRACE
@@ -35,8 +36,7 @@ def tensor_bytes(node: Node, dialect: Dialect, entry: Entry, index: int) -> memo
     if entry.regions[index].device is None:
         return entry.views()[index]
     if not node.live:  # it has no threads, and what another one held at the fork stays locked
-        text = "device memory cannot be used in a forked child; start processes with spawn or forkserver"
-        raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED)
+        raise forked()
     token, until = object(), Until(Deadline.after_ms(node.settings.sync_kv_timeout_ms))
     if not entry.claim(token):
         raise _in_the_way(dialect, entry)
@@ -58,7 +58,7 @@ def _begun(node: Node, entry: Entry, read: Callable[[], T], token: object) -> fu
         reading = node.workers.apart.submit(read)
     except RuntimeError as error:
         entry.unclaim(token, node.loop)
-        raise _finalized() from error
+        raise finalized() from error
     reading.add_done_callback(lambda _: entry.unclaim(token, node.loop))
     return reading
 
@@ -92,8 +92,4 @@ def _in_the_way(dialect: Dialect, entry: Entry) -> LLMException:
     if entry.quarantined:
         text = f"cache {entry.cache_id} is quarantined: something may still write there"
         return LLMTimeoutError(text, status_code=dialect.timeout_status, destination_unsafe=True, retry_safe=True)
-    return _finalized()
-
-
-def _finalized() -> LLMException:
-    return LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+    return finalized()

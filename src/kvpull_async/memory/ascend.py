@@ -123,7 +123,10 @@ class AscendMemory(MemoryBackend):
     def disown(self, regions: tuple[Region, ...]) -> None:
         gone = [(region.address, region.nbytes) for region in regions if region.device is not None]
         with self._lock:
-            self._adopted -= Counter(gone)
+            for place in gone:
+                self._adopted[place] -= 1
+                if self._adopted[place] <= 0:
+                    del self._adopted[place]
             self._checked.difference_update(gone)
         self._host.disown(regions)
 

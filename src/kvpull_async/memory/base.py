@@ -37,6 +37,7 @@ __all__ = [
     "Span",
     "Until",
     "copy_batches",
+    "forked",
     "lend_bytes",
     "no_memory",
     "planned",
@@ -263,6 +264,14 @@ def watched(landing: Batches, landed: Callable[[int], None]) -> Batches:
 def lend_bytes(data: bytes | memoryview) -> Batches:
     """Bytes that came in a frame, as something to copy from."""
     yield [memoryview(data)]
+
+
+def forked() -> LLMException:
+    """What a forked child is told."""
+    return LLMException(
+        "device memory cannot be used in a forked child; start processes with spawn or forkserver",
+        status_code=LLMStatusCode.LLM_FAILED,
+    )
 
 
 def no_memory(error: OSError, whose: str, *, reading: bool) -> LLMException | None:

@@ -33,6 +33,7 @@ Budgets = Mapping[Placement, "int | None"]
 
 HOST: Final = "host"
 ACL: Final = "acl"
+_LOOK: Final = 0.0005
 _ENDING: Final = 1.0
 """Seconds that a thread has to end which has nothing left to do."""
 _PATIENCE: Final = 120.0
@@ -119,7 +120,7 @@ async def choose_apart(
     if taken:
         ending = Deadline.after_ms(_ENDING * 1000)
         while thread.close(0) and not ending.expired:  # noqa: ASYNC110  (a thread that ends sets no event)
-            await asyncio.sleep(0)
+            await asyncio.sleep(_LOOK)
         return answer.result()
     reason = f"the NPU could not be opened within {patience:g} s"
     if backend == ACL:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -31,15 +32,13 @@ _WAYS = {MemcpyKind.HOST_TO_DEVICE: "to the device", MemcpyKind.DEVICE_TO_HOST: 
 def check_speed(steps: Steps, raw: Raw, *, nbytes: int, milliseconds: int) -> None:
     """`nbytes` go each time, in pieces. Then everything that `raw` has goes back, unless something may still use it."""
     speed = _Speed(raw, nbytes, milliseconds)
-    try:
+    with suppress(Stop):  # without memory there is nothing to measure, and that has been said
         steps.run(SPEED, "memory", speed.prepare, needed=True)
         for piece in sorted({min(piece, nbytes) for piece in _PIECES}):
             for name, run in (("pinned", speed.pinned), ("pageable", speed.pageable)):
                 for kind, way in _WAYS.items():
                     measured = speed.measuring(run, kind, piece)
                     steps.run(SPEED, f"{name}, {way}, {piece / _MIB:g} MiB pieces", measured)
-    except Stop:
-        pass
     steps.run(SPEED, "giving everything back", lambda: speed.give_back(safe=not steps.failed))
 
 

@@ -257,7 +257,7 @@ class InprocPath(DataPath):
 
     def _pool(self, into: Span | None, offer: _Offer) -> Workers:
         direct = all(span is None or span.direct for span in (into, offer.span))
-        return self._workers if direct else self._workers.apart
+        return self._workers.fit(direct=direct)
 
     def _steps(self, into: Span | None, offer: _Offer, landing: Batches, nbytes: int) -> Generator[int, None, None]:
         if into is None or self._memory is None or offer.span is None:

@@ -16,12 +16,12 @@ from typing import Any, Final, TypeVar
 from kvpull_async._deadline import Deadline
 from kvpull_async._workers import Workers
 from kvpull_async.memory._acl import Acl
-from kvpull_async.memory.base import Until
+from kvpull_async.memory.base import Until, forked
 from kvpull_async.memory.npu.codes import AclError, check
 from kvpull_async.memory.npu.streams import LONGEST, Stream, Unsettled, ended
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 
-__all__ = ["Copiers", "forked"]
+__all__ = ["Copiers"]
 
 T = TypeVar("T")
 _THREADS: Final = 4
@@ -212,14 +212,6 @@ class Copiers:
 
     def __repr__(self) -> str:
         return f"<Copiers of device {self._device} running={self._running} {self._workers!r}>"
-
-
-def forked() -> LLMException:
-    """What a forked child is told."""
-    return LLMException(
-        "device memory cannot be used in a forked child; start processes with spawn or forkserver",
-        status_code=LLMStatusCode.LLM_FAILED,
-    )
 
 
 def _nobody(begins: bool) -> None:

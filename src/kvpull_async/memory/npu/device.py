@@ -15,9 +15,9 @@ from typing import Final
 
 from kvpull_async._deadline import NEVER, Deadline
 from kvpull_async.memory._acl import Acl, LocationType, MallocPolicy, PtrAttributes
-from kvpull_async.memory.base import Region, Until
+from kvpull_async.memory.base import Region, Until, forked
 from kvpull_async.memory.npu.codes import REPEAT_INITIALIZE, STILL_RUNNING, UNSUPPORTED, AclError, check, drop_message
-from kvpull_async.memory.npu.copiers import Copiers, forked
+from kvpull_async.memory.npu.copiers import Copiers
 from kvpull_async.memory.npu.streams import Copies, Stream
 from kvpull_async.status import LLMException, LLMStatusCode
 

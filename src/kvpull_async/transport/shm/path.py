@@ -111,7 +111,7 @@ class ShmPath(StreamPath):
         if expected.span.direct:
             landing.close()
             into = expected.span
-        workers = self._seed.workers if expected.span.direct else self._seed.workers.apart
+        workers = self._seed.workers.fit(direct=expected.span.direct)
         reading = Reading(workers, cache, expected.reading, into, nbytes=nbytes)
         if not reading.settled.done():
             self._readings.add(reading)
