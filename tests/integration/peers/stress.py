@@ -28,6 +28,7 @@ from tests.loop_nodes import eventually
 
 SIZES = (1, 100, 4096, 65_536, 300_000, 2 * 1024 * 1024)
 WEIGHTS = (2, 3, 6, 6, 3, 1)
+TICK = 0.01
 SLOTS = 8
 """Caches of each source at a time."""
 NODES: dict[str, dict[str, Any]] = {
@@ -49,6 +50,14 @@ class Stress:
         self.pulls = pulls
         self.nodes: dict[str, Any] = {}
         self.threads = ThreadPoolExecutor(3)
+        self.held_up = 0.0
+        """Seconds that this process's loop has lost so far to other work, its own and the machine's."""
+
+    async def watch(self) -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(TICK)
+            self.held_up += time.monotonic() - began - TICK
 
     # -- the sources ------------------------------------------------------------------------------------------------
 
@@ -176,7 +185,9 @@ async def main(pulls: int, seed: int, sources: int, kills: int) -> None:
     up = descriptors()
     await stress.open()
     workers = [stress.work(name) for name in NODES for _ in range(3)]
+    watching = asyncio.create_task(stress.watch())
     await asyncio.gather(*workers, *(stress.trouble(source) for source in stress.sources))
+    watching.cancel()
     await stress.close()
     gc.collect()
     with contextlib.suppress(AssertionError):
