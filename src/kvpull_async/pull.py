@@ -36,7 +36,9 @@ __all__ = ["Pull", "Verifying", "Wanted"]
 _TINY: Final = 128 * 1024
 """Most bytes copied with the interpreter lock held: giving it up would take longer."""
 _WHY: Final = 0.2
-"""Seconds that a source has to say why it has broken off."""
+"""Seconds that a source has to say why it has broken off; half of what the deadline leaves, if that is less: then there
+is time to say that the connection broke.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvpull_async import pull as pull_module
 from kvpull_async.status import LLMException, LLMStatusCode, LLMTimeoutError
 from tests.loop_nodes import eventually
 from tests.orders import endings
-from tests.pull_link import STREAMED, Bench, LoopTransfer
+from tests.pull_link import LONG_MS, STREAMED, Bench, LoopTransfer
 
 BROKEN = LLMStatusCode.LLM_DEVICE_MEM_ERROR
 
@@ -22,10 +23,10 @@ async def bench() -> AsyncIterator[Bench]:
     await made.link.close()
 
 
-async def begun(bench: Bench) -> asyncio.Task[None]:
+async def begun(bench: Bench, timeout_ms: float = LONG_MS) -> asyncio.Task[None]:
     """A pull whose bytes are on their way."""
     bench.link.stuck = True
-    task = asyncio.ensure_future(bench.pull().run())
+    task = asyncio.ensure_future(bench.pull(timeout_ms).run())
     await eventually(lambda: bool(bench.link.path.transfers))
     return task
 
@@ -56,6 +57,16 @@ async def test_a_source_that_knows_no_more_than_this_side_changes_nothing(bench:
     bench.link.path.transfers[0].fail(ConnectionResetError("reset"))
     with pytest.raises(LLMException, match="broke: reset"):
         await task
+
+
+async def test_p10_a_break_near_the_deadline_is_told_as_a_break(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason, which does not come, is not waited for until all that can be said is that time is over."""
+    monkeypatch.setattr(pull_module, "_WHY", 60.0)
+    task = await begun(bench, timeout_ms=2000)
+    bench.link.path.transfers[0].fail(ConnectionResetError("reset"))
+    with pytest.raises(LLMException, match="broke: reset") as caught:
+        await task
+    assert not isinstance(caught.value, LLMTimeoutError)
 
 
 async def test_a_pull_that_ends_well_listens_no_longer(bench: Bench) -> None:
